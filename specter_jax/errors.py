@@ -21,6 +21,10 @@ class BudgetError(InvalidRequestError):
     """The memory budget or slot count cannot hold what the model needs at least."""
 
 
+class CacheFullError(BudgetError):
+    """Every slot of the expert cache is pinned; more slots or a smaller step is needed."""
+
+
 class UnsupportedModelError(SpecterError, ValueError):
     """A checkpoint's family or one of its options is not supported; names the config field."""
 

@@ -1,0 +1,33 @@
+"""Which experts are on the device, which come next, which leave: host-side decisions, no JAX."""
+
+from specter_jax.offload.cache import ExpertCache, Placement
+from specter_jax.offload.cutoff import cutoff_layer
+from specter_jax.offload.elb import ExpertLookaheadBuffer, Snapshot
+from specter_jax.offload.eviction import EvictionPolicy, LookaheadEviction, LruEviction
+from specter_jax.offload.policies import (
+    DEFAULT_POLICY,
+    POLICIES,
+    PolicySpec,
+    get_policy,
+    make_eviction,
+    plan_loads,
+    prefetch_admission,
+)
+
+__all__ = [
+    "DEFAULT_POLICY",
+    "POLICIES",
+    "EvictionPolicy",
+    "ExpertCache",
+    "ExpertLookaheadBuffer",
+    "LookaheadEviction",
+    "LruEviction",
+    "Placement",
+    "PolicySpec",
+    "Snapshot",
+    "cutoff_layer",
+    "get_policy",
+    "make_eviction",
+    "plan_loads",
+    "prefetch_admission",
+]
