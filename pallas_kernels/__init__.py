@@ -1,0 +1,1 @@
+"""Kernels and array formats that know arrays and nothing of the runtime."""

@@ -1,0 +1,99 @@
+"""Trees of numpy arrays as Orbax checkpoints: one directory per part of the model.
+
+Plain zarr arrays (no OCDBT) in chunks of 16 MiB: chunks compress and load in parallel and bound the
+memory that writing takes beyond the arrays. A rewrite of the same values gives the same bytes, once
+Orbax's time stamps and its note of the directory it wrote to, of no use here, are replaced by
+constants.
+"""
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from specter_jax.errors import CheckpointError
+
+_CHUNK_BYTES = 16 << 20
+
+Tree = dict[str, Any]
+
+
+class _NeverCopied(np.ndarray):
+    """An array that `copy.deepcopy` leaves alone.
+
+    Orbax copies every array before it writes in the background. Here the caller waits for the end
+    of the writing, and a second copy of a layer's arrays would double the memory needed.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_NeverCopied":
+        return self
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences Orbax's log messages, which go to absl's logger, while it works."""
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def save_tree(path: Path, tree: Mapping[str, Any]) -> None:
+    """Writes nested dicts of numpy arrays to the new directory `path`."""
+    import orbax.checkpoint as ocp
+
+    tree = jax.tree.map(lambda array: array.view(_NeverCopied), dict(tree))
+    save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
+    with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(tree, save_args=save_args))
+    _make_reproducible(path)
+
+
+def _make_reproducible(path: Path) -> None:
+    """Removes what differs between two writes of the same tree."""
+    metadata_file = path / "_CHECKPOINT_METADATA"
+    metadata = json.loads(metadata_file.read_text())
+    for key in ("init_timestamp_nsecs", "commit_timestamp_nsecs"):
+        if key in metadata:
+            metadata[key] = 0
+    metadata_file.write_text(json.dumps(metadata))
+    success_file = path / "commit_success.txt"
+    if success_file.exists():
+        success_file.write_text("Checkpoint commit was successful")
+
+
+def load_tree(path: Path) -> Tree:
+    """Reads the tree in directory `path` as numpy arrays.
+
+    Raises:
+        CheckpointError: Orbax cannot read the directory.
+    """
+    import orbax.checkpoint as ocp
+
+    try:
+        with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as reader:
+            tree = reader.restore(path.absolute(), args=_numpy_restore(reader, path))
+    except Exception as error:  # Orbax raises many types, some of them its own
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"{path}: not a readable Orbax checkpoint ({reason[:200]}); convert the model again"
+        ) from error
+    return tree
+
+
+def _numpy_restore(reader: Any, path: Path) -> Any:
+    """Restore arguments that ask for numpy arrays whatever devices there are."""
+    import orbax.checkpoint as ocp
+
+    structure = reader.metadata(path.absolute()).item_metadata.tree
+    return ocp.args.PyTreeRestore(
+        restore_args=jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), structure)
+    )

@@ -1,0 +1,135 @@
+"""Opening a converted checkpoint: checks first, then parameters layer by layer."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from specter_jax.checkpoint.experts import ExpertFiles, layer_name
+from specter_jax.checkpoint.manifest import CONVERT_HINT, Manifest, read_manifest, record_file
+from specter_jax.checkpoint.orbax_io import Tree, load_tree
+from specter_jax.config import ModelConfig
+from specter_jax.errors import (
+    CheckpointError,
+    ChecksumError,
+    InvalidRequestError,
+    MissingFileError,
+)
+
+OUTER_PART = "outer"
+Verify = Literal["sizes", "checksums"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A converted checkpoint whose files have been checked; see `open_checkpoint`."""
+
+    path: Path
+    manifest: Manifest
+    config: ModelConfig
+
+    def load_shared(self, dtype: Any, device: Any = None) -> Tree:
+        """Loads the shared parameters, one part after another.
+
+        Args:
+            dtype: what floating-point parameters are converted to, such as "bfloat16".
+            device: `jax.Device` or `Sharding`; JAX's default device if None.
+
+        Returns:
+            Nested dicts of arrays; decoder layers under "layers_00", "layers_01", ...
+
+        Raises:
+            CheckpointError: a part cannot be read.
+        """
+        shared: Tree = {}
+        for part in self.manifest.shared_parts:
+            tree = load_tree(self.path / "shared" / part)
+            placed = jax.tree.map(lambda array: _place(array, dtype, device), tree)
+            if part == OUTER_PART:
+                shared.update(placed)
+            else:
+                shared[part] = placed
+        return shared
+
+    def load_draft(self, device: Any = None) -> Tree:
+        """Loads the INT4 draft experts, one MoE layer after another.
+
+        Args:
+            device: as for `load_shared`.
+
+        Returns:
+            `{"layers_03": {...}}` with, per MoE layer of E experts, hidden size H and expert size F:
+            gate_up_codes int32 `[E, 2F, H/8]`, gate_up_scales bf16 `[E, 2F, H/g1]`,
+            down_codes int32 `[E, H, F/8]`, down_scales bf16 `[E, H, F/g2]`,
+            tables float32 `[E, 3, 8]` (gate, up, down).
+
+        Raises:
+            CheckpointError: a layer cannot be read.
+        """
+        draft: Tree = {}
+        for decoder_layer in self.manifest.moe_layers:
+            name = layer_name(decoder_layer)
+            tree = load_tree(self.path / "draft" / name)
+            draft[name] = jax.tree.map(lambda array: _place(array, None, device), tree)
+        return draft
+
+    def open_experts(self) -> ExpertFiles:
+        """Maps the expert store's files.
+
+        Raises:
+            CheckpointError: a file is missing or not as the manifest says.
+        """
+        return ExpertFiles(self.path, self.manifest)
+
+
+def _place(array: np.ndarray, dtype: Any, device: Any) -> jax.Array:
+    """Converts on the host, then copies to the device."""
+    if dtype is not None and jax.numpy.issubdtype(array.dtype, jax.numpy.floating):
+        array = array.astype(jax.numpy.dtype(dtype), copy=False)
+    return jax.device_put(array, device)
+
+
+def open_checkpoint(path: str | Path, verify: Verify = "sizes") -> Checkpoint:
+    """Opens a converted directory.
+
+    Args:
+        path: directory written by `specter-convert`.
+        verify: "sizes" checks that every file is there with its recorded size; "checksums" also
+            reads everything and compares SHA-256 digests.
+
+    Raises:
+        FormatVersionError: written in another version of the format.
+        MissingFileError: the manifest or a file it lists is absent.
+        ChecksumError: a file has another size or checksum than recorded.
+        CheckpointError: the manifest cannot be used.
+        InvalidRequestError: `verify` is neither of the two.
+    """
+    if verify not in ("sizes", "checksums"):
+        raise InvalidRequestError(f'verify must be "sizes" or "checksums", got {verify!r}')
+    directory = Path(path)
+    manifest = read_manifest(directory)
+    check_files(directory, manifest, verify)
+    try:
+        config = ModelConfig.from_dict(dict(manifest.model))
+    except Exception as error:  # whatever a malformed dict makes of it
+        raise CheckpointError(
+            f"{directory}: the manifest's model is not usable ({error}); {CONVERT_HINT}"
+        ) from error
+    return Checkpoint(path=directory, manifest=manifest, config=config)
+
+
+def check_files(directory: Path, manifest: Manifest, verify: Verify) -> None:
+    """Compares the files with the manifest; raises as `open_checkpoint` does."""
+    for name, record in manifest.files.items():
+        path = directory / name
+        if not path.is_file():
+            raise MissingFileError(f"{path}: no such file; {CONVERT_HINT}")
+        size = path.stat().st_size
+        if size != record.bytes:
+            raise ChecksumError(
+                f"{path}: {size} bytes, the manifest has {record.bytes}; {CONVERT_HINT}"
+            )
+        if verify == "checksums" and record_file(path).sha256 != record.sha256:
+            raise ChecksumError(f"{path}: SHA-256 differs from the manifest's; {CONVERT_HINT}")

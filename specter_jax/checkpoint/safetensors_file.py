@@ -1,0 +1,174 @@
+"""Safetensors files read and written piece by piece, so that a whole file is never in memory.
+
+The library `safetensors` writes a file from tensors that are all in memory at once. Here the header
+is written first, for it only needs names, dtypes and shapes, and the tensors are appended one after
+another. Reading goes through plain positioned reads (bounded memory) or a memory map (expert store).
+
+Layout of a file: 8 bytes little-endian header length, JSON header, tensor data. The header may end
+in spaces; files written here are padded so that the data begins on a page boundary.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+DTYPES: Mapping[str, np.dtype] = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+}
+_CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPES.items()}
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_PAGE_BYTES = 4096
+
+
+class DamagedFileError(ValueError):
+    """The file is not a complete safetensors file; the message names file and reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """Where one tensor lies in a safetensors file."""
+
+    dtype_code: str
+    """As in the file, such as "BF16"; codes missing in `DTYPES` can be listed but not read."""
+    shape: tuple[int, ...]
+    offset: int
+    """Of the first byte, from the beginning of the file."""
+    num_bytes: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The numpy dtype; KeyError for a code that is not supported."""
+        return DTYPES[self.dtype_code]
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """Entries of a safetensors file, after checking that the file has the length they need.
+
+    Raises:
+        DamagedFileError: not a safetensors file, or truncated, or with bytes too many.
+        OSError: the file cannot be read.
+    """
+    file_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        if len(prefix) < 8:
+            raise DamagedFileError(f"{path}: only {file_bytes} bytes, not a safetensors file")
+        (header_bytes,) = struct.unpack("<Q", prefix)
+        if header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
+            raise DamagedFileError(
+                f"{path}: header of {header_bytes} bytes in a file of {file_bytes} bytes: "
+                "truncated or not a safetensors file"
+            )
+        raw = file.read(header_bytes)
+    data_start = 8 + header_bytes
+    try:
+        fields = json.loads(raw)
+        entries = {
+            name: TensorEntry(
+                dtype_code=field["dtype"],
+                shape=tuple(field["shape"]),
+                offset=data_start + field["data_offsets"][0],
+                num_bytes=field["data_offsets"][1] - field["data_offsets"][0],
+            )
+            for name, field in fields.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise DamagedFileError(f"{path}: unreadable safetensors header ({error})") from None
+    end = max((entry.offset + entry.num_bytes for entry in entries.values()), default=data_start)
+    if end != file_bytes:
+        state = "truncated" if file_bytes < end else "damaged"
+        raise DamagedFileError(f"{path}: {file_bytes} bytes, its header needs {end}: {state}")
+    for name, entry in entries.items():
+        dtype = DTYPES.get(entry.dtype_code)
+        if entry.offset < data_start or entry.num_bytes < 0:
+            raise DamagedFileError(f"{path}: tensor {name} lies outside of the file")
+        if dtype is not None and entry.num_bytes != prod(entry.shape) * dtype.itemsize:
+            raise DamagedFileError(f"{path}: tensor {name} has a size that contradicts its shape")
+    return entries
+
+
+def read_tensor(path: Path, entry: TensorEntry, index: int | None = None) -> np.ndarray:
+    """Reads one tensor, or element `index` of its first axis, into new memory.
+
+    Raises:
+        DamagedFileError: the file ended early.
+        OSError: the file cannot be read.
+    """
+    shape, offset = entry.shape, entry.offset
+    if index is not None:
+        shape = shape[1:]
+        offset += index * prod(shape) * entry.dtype.itemsize
+    array = np.empty(shape, entry.dtype)
+    target = memoryview(array.reshape(-1).view(np.uint8))
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        done = 0
+        while done < len(target):
+            count = file.readinto(target[done:])
+            if not count:
+                raise DamagedFileError(f"{path}: ended {len(target) - done} bytes early: truncated")
+            done += count
+    return array
+
+
+class SafetensorsWriter:
+    """Writes a safetensors file tensor by tensor, in the order announced.
+
+    Use as a context manager; leaving it normally flushes the file to the disk. Memory use is that of
+    the tensor at hand.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Iterable[tuple[str, np.dtype, tuple[int, ...]]],
+        metadata: Mapping[str, str],
+    ) -> None:
+        self.path = path
+        self._pending = list(tensors)
+        self._metadata = dict(metadata)
+        self._next = 0
+
+    def __enter__(self) -> "SafetensorsWriter":
+        header: dict[str, object] = {"__metadata__": self._metadata}
+        offset = 0
+        for name, dtype, shape in self._pending:
+            end = offset + prod(shape) * dtype.itemsize
+            code = _CODE_OF_DTYPE[np.dtype(dtype)]
+            header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, end]}
+            offset = end
+        raw = json.dumps(header, separators=(",", ":")).encode()
+        raw += b" " * (-(len(raw) + 8) % _PAGE_BYTES)
+        self._file = self.path.open("wb")
+        self._file.write(struct.pack("<Q", len(raw)) + raw)
+        return self
+
+    def append(self, name: str, array: np.ndarray) -> None:
+        """Writes the next tensor, which must be the one announced."""
+        expected = self._pending[self._next]
+        if (name, array.dtype, array.shape) != (expected[0], np.dtype(expected[1]), expected[2]):
+            raise ValueError(f"expected {expected}, got {(name, array.dtype, array.shape)}")
+        self._file.write(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+        self._next += 1
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        try:
+            if error_type is None:
+                if self._next != len(self._pending):
+                    raise ValueError(
+                        f"{self.path}: {len(self._pending) - self._next} tensors missing"
+                    )
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
