@@ -1,0 +1,82 @@
+"""What a caller asks of sampling, checked; free of JAX, so that errors need not wait for it."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from specter_jax.errors import InvalidRequestError
+
+TOP_K_OFF = 0
+TOP_P_OFF = 1.0
+MAX_SEED = 2**32 - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How the next token is chosen from the target's logits.
+
+    Whether decoding is greedy is a static choice (two compiled programs); the numbers themselves
+    are traced, so changing them compiles nothing.
+
+    Raises:
+        InvalidRequestError: a field is out of range; the message names it.
+    """
+
+    # 0 is greedy decoding; anything above divides the logits.
+    temperature: float = 0.0
+    # Keep the k most probable tokens; 0 keeps all.
+    top_k: int = TOP_K_OFF
+    # Keep the smallest set of most probable tokens whose probability reaches p; 1 keeps all.
+    top_p: float = TOP_P_OFF
+    # Equal seeds give equal samples for the same request, whatever its batch neighbours.
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_number("temperature", self.temperature)
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise InvalidRequestError(
+                f"temperature is {self.temperature}; expected a finite number >= 0 (0 is greedy)"
+            )
+        _check_integer("top_k", self.top_k)
+        if self.top_k < 0:
+            raise InvalidRequestError(
+                f"top_k is {self.top_k}; expected an integer >= 0 (0 keeps every token)"
+            )
+        _check_number("top_p", self.top_p)
+        if not 0.0 < self.top_p <= 1.0:
+            raise InvalidRequestError(
+                f"top_p is {self.top_p}; expected a number above 0 and at most 1 "
+                "(1 keeps every token)"
+            )
+        _check_integer("seed", self.seed)
+        if not 0 <= self.seed <= MAX_SEED:
+            raise InvalidRequestError(
+                f"seed is {self.seed}; expected an integer from 0 to {MAX_SEED}"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """True where the most probable token is taken and no randomness is used."""
+        return self.temperature == 0.0
+
+    def scalars(self) -> tuple[np.float32, np.int32, np.float32]:
+        """(temperature, top_k, top_p) with fixed dtypes, so that jit never sees a new type.
+
+        A Python number would be traced as weakly typed, and 1 and 1.0 as two different types.
+        """
+        # Values beyond float32's range would become 0 or infinity there.
+        smallest = float(np.finfo(np.float32).tiny)
+        temperature = min(max(self.temperature, smallest), float(np.finfo(np.float32).max))
+        top_k = min(self.top_k, int(np.iinfo(np.int32).max))
+        return np.float32(temperature), np.int32(top_k), np.float32(self.top_p)
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise InvalidRequestError(f"{name} is {value!r}; expected a number")
+
+
+def _check_integer(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise InvalidRequestError(f"{name} is {value!r}; expected an integer")
