@@ -1,0 +1,41 @@
+"""The model as pure functions over parameter and cache trees."""
+
+from specter_jax.models.decoder import (
+    Routed,
+    accumulate_experts,
+    close_layer,
+    dense_layer,
+    finish_layer,
+    route_layer,
+)
+from specter_jax.models.functions import (
+    VerifyOutputs,
+    count_misses,
+    draft_step,
+    last_logits,
+    layer_name,
+    prefill,
+    verify,
+)
+from specter_jax.models.kv import KV, init_kv
+from specter_jax.models.outer import embed, head
+
+__all__ = [
+    "KV",
+    "Routed",
+    "VerifyOutputs",
+    "accumulate_experts",
+    "close_layer",
+    "count_misses",
+    "dense_layer",
+    "draft_step",
+    "embed",
+    "finish_layer",
+    "head",
+    "init_kv",
+    "last_logits",
+    "layer_name",
+    "prefill",
+    "route_layer",
+    "verify",
+]

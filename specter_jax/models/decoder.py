@@ -1,0 +1,246 @@
+"""One decoder layer at a time, split where the routed experts come in.
+
+An MoE layer runs as `route_layer` (attention, norm, router), then `accumulate_experts` once or
+several times, then `close_layer`; `finish_layer` is the latter two in one. So the host can fetch
+experts between routing and computing. `verify` in `functions.py` chains the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.constants import NOT_RESIDENT
+from pallas_kernels.expert_ffn import expert_ffn
+from specter_jax.config import ModelConfig
+from specter_jax.models.attention_gqa import GroupedQueryAttention
+from specter_jax.models.attention_mla import LatentAttention
+from specter_jax.models.kv import KVLayer, token_positions
+from specter_jax.models.linear import Linear
+from specter_jax.models.mlp import GatedMLP
+from specter_jax.models.norms import make_norm
+from specter_jax.models.router import Router
+
+LayerParams = Mapping[str, Any]
+
+
+@flax.struct.dataclass
+class Routed:
+    """State of an MoE layer between its router and its experts.
+
+    residual: [batch, tokens, hidden], the stream after attention. moe_input: the same shape,
+    normalized. experts: int32 [batch, tokens, k], `config.no_expert` where the token is masked.
+    weights: float32 [batch, tokens, k]. next_experts: like experts, what the next MoE layer's
+    router says of `residual` (a prediction), or None.
+    """
+
+    residual: jax.Array
+    moe_input: jax.Array
+    experts: jax.Array
+    weights: jax.Array
+    next_experts: jax.Array | None = None
+
+
+class MoEBlock(nn.Module):
+    """A decoder layer with routed experts, which are passed in, not held."""
+
+    config: ModelConfig
+    layer: int
+
+    def setup(self) -> None:
+        c = self.config
+        self.input_norm = make_norm(c.norm, c.hidden_size, c.norm_eps)
+        self.attention = _attention(c, self.layer)
+        self.post_norm = make_norm(c.norm, c.hidden_size, c.norm_eps)
+        self.router = Router(c)
+        if c.shared_intermediate_size:
+            self.shared_expert = GatedMLP(c.hidden_size, c.shared_intermediate_size, c.mlp_bias)
+            if c.shared_expert_gate:
+                self.shared_expert_gate = Linear(c.hidden_size, 1)
+
+    def route(
+        self, hidden: jax.Array, kv: KVLayer, lengths: jax.Array, lengths_seen: jax.Array
+    ) -> tuple[Routed, KVLayer]:
+        """Attention, residual, norm and router."""
+        attended, kv = self.attention(self.input_norm(hidden), kv, lengths, lengths_seen)
+        residual = _add(hidden, attended)
+        moe_input = self.post_norm(residual)
+        experts, weights = self.router(moe_input)
+        return Routed(residual, moe_input, experts, weights), kv
+
+    def predict(self, residual: jax.Array) -> jax.Array:
+        """This layer's choice for another layer's residual stream: int32 [batch, tokens, k]."""
+        return self.router(self.post_norm(residual))[0]
+
+    def close(self, routed: Routed, accumulated: jax.Array) -> jax.Array:
+        """Adds the shared expert and the residual to the routed experts' sum."""
+        if self.config.shared_intermediate_size:
+            shared = self.shared_expert(routed.moe_input)
+            if self.config.shared_expert_gate:
+                shared = jax.nn.sigmoid(self.shared_expert_gate(routed.moe_input)) * shared
+            accumulated = accumulated + shared
+        return _add(routed.residual, accumulated)
+
+    def __call__(
+        self, hidden: jax.Array, kv: KVLayer, lengths: jax.Array, lengths_seen: jax.Array
+    ) -> tuple[jax.Array, KVLayer]:
+        """The layer without its routed experts; touches every parameter (for shapes)."""
+        routed, kv = self.route(hidden, kv, lengths, lengths_seen)
+        return self.close(routed, jnp.zeros(hidden.shape, jnp.float32)), kv
+
+
+class DenseBlock(nn.Module):
+    """A decoder layer whose MLP is an ordinary one."""
+
+    config: ModelConfig
+    layer: int
+
+    def setup(self) -> None:
+        c = self.config
+        self.input_norm = make_norm(c.norm, c.hidden_size, c.norm_eps)
+        self.attention = _attention(c, self.layer)
+        self.post_norm = make_norm(c.norm, c.hidden_size, c.norm_eps)
+        self.mlp = GatedMLP(c.hidden_size, c.dense_intermediate_size, c.mlp_bias)
+
+    def __call__(
+        self, hidden: jax.Array, kv: KVLayer, lengths: jax.Array, lengths_seen: jax.Array
+    ) -> tuple[jax.Array, KVLayer]:
+        """hidden: [batch, tokens, hidden] -> the same, and the updated cache layer."""
+        attended, kv = self.attention(self.input_norm(hidden), kv, lengths, lengths_seen)
+        hidden = _add(hidden, attended)
+        return _add(hidden, self.mlp(self.post_norm(hidden))), kv
+
+
+def _attention(config: ModelConfig, layer: int) -> nn.Module:
+    kind = {"gqa": GroupedQueryAttention, "mla": LatentAttention}[config.attention]
+    return kind(config, config.windows[layer])
+
+
+def _add(stream: jax.Array, update: jax.Array) -> jax.Array:
+    """Adds a float32 update and rounds once, to the stream's dtype."""
+    return (stream.astype(jnp.float32) + update).astype(stream.dtype)
+
+
+def lengths_seen(
+    config: ModelConfig, lengths: jax.Array, token_mask: jax.Array, *, prompt: bool
+) -> jax.Array:
+    """Sequence length that each token's rotation goes by: int32 [batch, tokens].
+
+    Its own position plus one; in a prompt, that of the prompt's last token (see `rope.py`).
+    """
+    own = token_positions(lengths, token_mask.shape[1]) + 1
+    if not (prompt and config.rope.depends_on_length):
+        return own
+    return jnp.where(token_mask, own, 0).max(-1, keepdims=True) + jnp.zeros_like(own)
+
+
+def route_layer(
+    config: ModelConfig,
+    layer: int,
+    layer_params: LayerParams,
+    kv_layer: KVLayer,
+    hidden: jax.Array,
+    lengths: jax.Array,
+    token_mask: jax.Array,
+    next_router: LayerParams | None = None,
+    *,
+    prompt: bool = False,
+) -> tuple[Routed, KVLayer]:
+    """The part of MoE decoder layer `layer` before its experts.
+
+    layer_params: `params["shared"]["layers_XX"]` of this layer. kv_layer: see `kv.init_kv`;
+    entries lengths[b]..lengths[b]+tokens-1 are overwritten. hidden: [batch, tokens, hidden].
+    lengths: int32 [batch]. token_mask: bool [batch, tokens], false for padding. next_router: the
+    next MoE layer's parameters, to predict its choice, or None. prompt: static; see
+    `lengths_seen`.
+    """
+    seen = lengths_seen(config, lengths, token_mask, prompt=prompt)
+    block = MoEBlock(config, layer)
+    routed, kv_layer = block.apply(
+        {"params": layer_params}, hidden, kv_layer, lengths, seen, method="route"
+    )
+    mask = token_mask[..., None]
+    routed = routed.replace(experts=jnp.where(mask, routed.experts, config.no_expert))
+    if next_router is not None:
+        predicted = block.apply({"params": next_router}, routed.residual, method="predict")
+        routed = routed.replace(next_experts=jnp.where(mask, predicted, config.no_expert))
+    return routed, kv_layer
+
+
+def accumulate_experts(
+    config: ModelConfig,
+    routed: Routed,
+    slots: jax.Array,
+    slot_row: jax.Array,
+    group_mask: jax.Array | None = None,
+    accumulated: jax.Array | None = None,
+) -> jax.Array:
+    """Adds the chosen and resident experts among `group_mask` to `accumulated`.
+
+    The result has the same bits as one pass over all experts when groups are disjoint and come in
+    ascending order of expert id. slots: [num_slots, 3 * inner * hidden]. slot_row: int32
+    [num_experts], this layer's row of the slot table. group_mask: bool [num_experts] or None for
+    all. accumulated: float32 [batch, tokens, hidden] or None for zeros. Returns the like.
+    """
+    hidden = routed.moe_input.shape[-1]
+    if group_mask is not None:
+        slot_row = jnp.where(group_mask, slot_row, NOT_RESIDENT)
+    total = expert_ffn(
+        routed.moe_input.reshape(-1, hidden),
+        routed.experts.reshape(-1, config.top_k),
+        routed.weights.reshape(-1, config.top_k),
+        slots,
+        slot_row,
+        None if accumulated is None else accumulated.reshape(-1, hidden),
+        compute_dtype=routed.moe_input.dtype,
+    )
+    return total.reshape(routed.moe_input.shape)
+
+
+def close_layer(
+    config: ModelConfig, layer_params: LayerParams, routed: Routed, accumulated: jax.Array
+) -> jax.Array:
+    """The part of an MoE layer after its experts: shared expert and residual.
+
+    accumulated: float32 [batch, tokens, hidden]. Returns the next layer's hidden state.
+    """
+    block = MoEBlock(config, config.moe_layers[0])
+    return block.apply({"params": layer_params}, routed, accumulated, method="close")
+
+
+def finish_layer(
+    config: ModelConfig,
+    layer_params: LayerParams,
+    routed: Routed,
+    slots: jax.Array,
+    slot_row: jax.Array,
+) -> jax.Array:
+    """Routed experts, shared expert and residual: `close_layer` of `accumulate_experts`.
+
+    Products take the dtype of the hidden state. Returns the next layer's hidden state.
+    """
+    accumulated = accumulate_experts(config, routed, slots, slot_row)
+    accumulated = jax.lax.optimization_barrier(accumulated)
+    return close_layer(config, layer_params, routed, accumulated)
+
+
+def dense_layer(
+    config: ModelConfig,
+    layer: int,
+    layer_params: LayerParams,
+    kv_layer: KVLayer,
+    hidden: jax.Array,
+    lengths: jax.Array,
+    token_mask: jax.Array,
+    *,
+    prompt: bool = False,
+) -> tuple[jax.Array, KVLayer]:
+    """Decoder layer `layer`, which has no routed experts. Arguments as in `route_layer`."""
+    seen = lengths_seen(config, lengths, token_mask, prompt=prompt)
+    block = DenseBlock(config, layer)
+    return block.apply({"params": layer_params}, hidden, kv_layer, lengths, seen)

@@ -1,0 +1,203 @@
+"""Whole-model functions, pure and jit-able: state in, outputs and new state out.
+
+`config` is static. The dtype of the cache (`kv.init_kv`) is the dtype of activations. Layers are
+kept apart by optimization barriers, so that every layer computes the same bits here as when
+`decoder.py`'s functions run one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.lax import optimization_barrier
+
+from pallas_kernels.constants import NOT_RESIDENT
+from pallas_kernels.draft_experts import draft_experts
+from specter_jax.config import ModelConfig, layer_name
+from specter_jax.models.decoder import (
+    accumulate_experts,
+    close_layer,
+    dense_layer,
+    route_layer,
+)
+from specter_jax.models.kv import KV, compute_dtype
+from specter_jax.models.outer import embed, head
+
+Params = Mapping[str, Any]
+
+
+@flax.struct.dataclass
+class VerifyOutputs:
+    """What one pass of the target yields.
+
+    logits: float32 [batch, tokens, vocab], or [batch, vocab] from `prefill`. experts: int32
+    [moe_layers, batch, tokens, k], `config.no_expert` where masked. hidden: [moe_layers, batch,
+    tokens, hidden], the state entering each MoE layer, or None if not asked for. misses: int32
+    [moe_layers], distinct chosen experts that were not resident; the outputs of such a layer and
+    of all later ones are not valid.
+    """
+
+    logits: jax.Array
+    experts: jax.Array
+    hidden: jax.Array | None
+    misses: jax.Array
+
+
+def count_misses(config: ModelConfig, experts: jax.Array, slot_row: jax.Array) -> jax.Array:
+    """Distinct experts chosen and not resident.
+
+    experts: int32 [..., k], `config.no_expert` counts as nothing. slot_row: int32 [num_experts].
+    Returns int32, a scalar.
+    """
+    ids = jnp.arange(config.num_experts, dtype=experts.dtype)
+    needed = (experts.reshape(-1, 1) == ids).any(0)
+    return (needed & (slot_row == NOT_RESIDENT)).sum(dtype=jnp.int32)
+
+
+def verify(
+    config: ModelConfig,
+    params: Params,
+    kv: KV,
+    slots: jax.Array,
+    slot_table: jax.Array,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    token_mask: jax.Array,
+    *,
+    keep_hidden: bool = True,
+) -> tuple[VerifyOutputs, KV]:
+    """The target's logits for several tokens of each sequence, all layers in one program.
+
+    A token's logits do not depend on how many tokens come with it, provided batch * tokens >= 2
+    (pad with a masked token).
+
+    params: {"shared": ..., "draft": ...}; only shared is used. slots: [num_slots, expert
+    elements]. slot_table: int32 [moe_layers, num_experts], a slot or `NOT_RESIDENT`. tokens:
+    int32 [batch, tokens]; token t of row b stands at position lengths[b] + t. lengths: int32
+    [batch], with lengths + tokens at most the cache's capacity. token_mask: bool [batch, tokens].
+    """
+    hidden, outputs, kv = _target(
+        config, params, kv, slots, slot_table, tokens, lengths, token_mask, prompt=False
+    )
+    return outputs.replace(
+        logits=head(config, params["shared"], hidden),
+        hidden=outputs.hidden if keep_hidden else None,
+    ), kv
+
+
+def prefill(
+    config: ModelConfig,
+    params: Params,
+    kv: KV,
+    slots: jax.Array,
+    slot_table: jax.Array,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    token_mask: jax.Array,
+    last: jax.Array,
+    *,
+    keep_hidden: bool = True,
+) -> tuple[VerifyOutputs, KV]:
+    """Like `verify`, for a prompt: the head runs on one position of each row only.
+
+    last: int32 [batch], index into tokens of each row's last real token. Outputs' logits are
+    float32 [batch, vocab].
+    """
+    hidden, outputs, kv = _target(
+        config, params, kv, slots, slot_table, tokens, lengths, token_mask, prompt=True
+    )
+    return outputs.replace(
+        logits=last_logits(config, params["shared"], hidden, last),
+        hidden=outputs.hidden if keep_hidden else None,
+    ), kv
+
+
+def last_logits(
+    config: ModelConfig, shared: Mapping[str, Any], hidden: jax.Array, last: jax.Array
+) -> jax.Array:
+    """The head on one position of each row.
+
+    hidden: [batch, tokens, hidden]. last: int32 [batch]. Returns float32 [batch, vocab].
+    """
+    picked = jnp.take_along_axis(hidden, last[:, None, None].astype(jnp.int32), axis=1)
+    # Two rows at least, so that the sums are those of `verify` (see `expert_ffn.MIN_ROWS`).
+    picked = jnp.concatenate((picked, picked), axis=1)
+    return head(config, shared, picked)[:, 0]
+
+
+def _target(
+    config: ModelConfig,
+    params: Params,
+    kv: KV,
+    slots: jax.Array,
+    slot_table: jax.Array,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    token_mask: jax.Array,
+    *,
+    prompt: bool,
+) -> tuple[jax.Array, VerifyOutputs, KV]:
+    """All layers at full precision: the last hidden state, outputs without logits, the cache."""
+    shared = params["shared"]
+    hidden = optimization_barrier(embed(config, shared, tokens, compute_dtype(kv)))
+    layers, entering, experts, misses = list(kv), [], [], []
+    for layer in range(config.num_layers):
+        weights = shared[layer_name(layer)]
+        args = (config, layer, weights, kv[layer], hidden, lengths, token_mask)
+        if not config.is_moe(layer):
+            hidden, layers[layer] = optimization_barrier(dense_layer(*args, prompt=prompt))
+            continue
+        slot_row = slot_table[config.moe_index(layer)]
+        entering.append(hidden)
+        routed, layers[layer] = optimization_barrier(route_layer(*args, prompt=prompt))
+        total = optimization_barrier(accumulate_experts(config, routed, slots, slot_row))
+        hidden = optimization_barrier(close_layer(config, weights, routed, total))
+        experts.append(routed.experts)
+        misses.append(count_misses(config, routed.experts, slot_row))
+    outputs = VerifyOutputs(
+        logits=None,
+        experts=jnp.stack(experts),
+        hidden=jnp.stack(entering),
+        misses=jnp.stack(misses),
+    )
+    return hidden, outputs, tuple(layers)
+
+
+def draft_step(
+    config: ModelConfig,
+    params: Params,
+    kv: KV,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    active: jax.Array,
+) -> tuple[jax.Array, jax.Array, KV]:
+    """One token of each sequence through the draft: the same model with INT4 routed experts.
+
+    tokens: int32 [batch], at positions lengths: int32 [batch]. active: bool [batch]; rows that
+    are not route nowhere and their outputs mean nothing. Returns logits float32 [batch, vocab],
+    experts int32 [moe_layers, batch, k] and the cache with provisional entries.
+    """
+    shared = params["shared"]
+    mask = active[:, None]
+    hidden = embed(config, shared, tokens[:, None], compute_dtype(kv))
+    layers, experts = list(kv), []
+    for layer in range(config.num_layers):
+        weights = shared[layer_name(layer)]
+        args = (config, layer, weights, kv[layer], hidden, lengths, mask)
+        if not config.is_moe(layer):
+            hidden, layers[layer] = dense_layer(*args)
+            continue
+        routed, layers[layer] = route_layer(*args)
+        total = draft_experts(
+            routed.moe_input[:, 0],
+            routed.experts[:, 0],
+            routed.weights[:, 0],
+            params["draft"][layer_name(layer)],
+        )
+        hidden = close_layer(config, weights, routed, total[:, None])
+        experts.append(routed.experts[:, 0])
+    return head(config, shared, hidden)[:, 0], jnp.stack(experts), tuple(layers)

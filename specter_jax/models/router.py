@@ -1,0 +1,82 @@
+"""Which experts a token takes and with what weight. Logits and scores are float32.
+
+Ties in top-k go to the lower expert id.
+"""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from specter_jax.config import ModelConfig
+from specter_jax.models.linear import contract
+
+
+class Router(nn.Module):
+    """`weight` [num_experts, hidden]."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x: [batch, tokens, hidden] -> experts int32 and weights float32 [batch, tokens, k]."""
+        c = self.config
+        shape = (c.num_experts, c.hidden_size)
+        weight = self.param("weight", nn.initializers.normal(0.02), shape)
+        # A float32 router weight must not be rounded to bfloat16; bfloat16 products are exact.
+        logits = contract(x if weight.dtype == x.dtype else x.astype(jnp.float32), weight)
+        return choose_experts(c, logits)
+
+
+def choose_experts(config: ModelConfig, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """logits: float32 [..., num_experts] -> experts int32 [..., k], weights float32 [..., k]."""
+    if config.routing == "sparse_mixer":
+        experts, weights = sparse_mixer(logits, config.router_jitter)
+    else:
+        scores = jax.nn.softmax(logits, -1)
+        if config.routing == "group_limited":
+            scores = limit_groups(scores, config.num_groups, config.top_groups)
+        weights, experts = lax.top_k(scores, config.top_k)
+    if config.normalize_weights:
+        weights = weights / weights.sum(-1, keepdims=True)
+    if config.routed_scaling_factor != 1.0:
+        weights = weights * config.routed_scaling_factor
+    return experts.astype(jnp.int32), weights
+
+
+def limit_groups(scores: jax.Array, num_groups: int, top_groups: int) -> jax.Array:
+    """Zeroes all but the groups whose best expert scores highest (DeepSeek-V2, section 2.2.2).
+
+    scores: [..., num_experts], groups are equal consecutive ranges of ids.
+    """
+    grouped = scores.reshape(*scores.shape[:-1], num_groups, -1)
+    _, best = lax.top_k(grouped.max(-1), top_groups)
+    keep = (best[..., None] == jnp.arange(num_groups)).any(-2)
+    return jnp.where(keep[..., None], grouped, 0.0).reshape(scores.shape)
+
+
+def sparse_mixer(logits: jax.Array, jitter: float) -> tuple[jax.Array, jax.Array]:
+    """Top-2 routing of SparseMixer (2310.00811, 2409.12136) in evaluation mode.
+
+    Each pick is an argmax; its weight is its softmax among those experts whose logit is within
+    `2 * jitter`, relatively, of it. The second pick ignores the first.
+    logits: float32 [..., num_experts]. Returns experts int32 and weights float32 [..., 2].
+    """
+    first, first_weight = _pick(logits, logits, jitter)
+    ids = jnp.arange(logits.shape[-1])
+    remaining = jnp.where(ids == first[..., None], -jnp.inf, logits)
+    second, second_weight = _pick(logits, remaining, jitter)
+    experts = jnp.stack((first, second), -1)
+    return experts.astype(jnp.int32), jnp.stack((first_weight, second_weight), -1)
+
+
+def _pick(logits: jax.Array, candidates: jax.Array, jitter: float) -> tuple[jax.Array, jax.Array]:
+    """The best candidate and its softmax weight among close ones."""
+    best = candidates.max(-1, keepdims=True)
+    factor = jnp.maximum(jnp.abs(logits), best)
+    far = (best - logits) / factor > 2 * jitter
+    weights = jax.nn.softmax(jnp.where(far, -jnp.inf, candidates), -1)
+    expert = candidates.argmax(-1)
+    return expert, jnp.take_along_axis(weights, expert[..., None], -1)[..., 0]
