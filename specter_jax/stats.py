@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from specter_jax.sizes import format_size
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -238,6 +240,11 @@ def merge(stats: Sequence[Stats]) -> Stats:
     )
 
 
+def merge_recorders(recorders: Sequence[StatsRecorder]) -> Stats:
+    """`merge` of the recorders' summaries."""
+    return merge([recorder.summary() for recorder in recorders])
+
+
 def _ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator > 0 else None
 
@@ -271,15 +278,5 @@ def format_value(name: str, value: Any) -> str:
     if name.endswith("_ms"):
         return f"{value:,.2f} ms"
     if "bytes" in name:
-        return format_bytes(value)
+        return format_size(value)
     return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
-
-
-def format_bytes(count: int) -> str:
-    """1536 -> '1.50 KiB'."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{count} B" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"

@@ -7,7 +7,7 @@ import json
 import pytest
 from rich.console import Console
 
-from specter_jax.stats import Stats, StatsRecorder, format_bytes, merge, render_table
+from specter_jax.stats import Stats, StatsRecorder, merge, merge_recorders, render_table
 
 
 class Clock:
@@ -113,6 +113,7 @@ def test_merging_adds_counters_and_weighs_times():
     # 1 s for 8 tokens and 2 s for 4.
     assert merged.tpot_ms == pytest.approx(3000 / 12)
     assert merge([one]) == one
+    assert merge_recorders([recorded()]) == one
     with pytest.raises(ValueError, match="at least one"):
         merge([])
 
@@ -143,13 +144,3 @@ def test_the_table_shows_every_statistic_in_readable_units():
         assert field.name in text
     for shown in ("80.0%", "1.50 GiB", "4:2", "125.00 ms"):
         assert shown in text
-
-
-def test_bytes_are_shown_in_binary_units():
-    assert [format_bytes(n) for n in (0, 1023, 1536, 2**20, 2**40)] == [
-        "0 B",
-        "1023 B",
-        "1.50 KiB",
-        "1.00 MiB",
-        "1024.00 GiB",
-    ]
