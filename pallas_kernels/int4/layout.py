@@ -55,8 +55,9 @@ def group_edges(scales: np.ndarray) -> np.ndarray:
 def encode(weight: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Encodes a weight matrix; see the module's text for the format.
 
-    float32 and float16 weights are rounded to bf16 first. A group of zeros gets scale 0 and bucket 0
-    and does not enter the table; a bucket that no weight falls into gets its middle in the table.
+    float32 and float16 weights are rounded to bf16 first. A group of zeros gets scale 0 and
+    bucket 0 and does not enter the table; a bucket that no weight falls into gets its middle in
+    the table.
 
     Args:
         weight: bf16, float32 or float16 `[out, in]`, finite.

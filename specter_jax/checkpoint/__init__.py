@@ -1,11 +1,6 @@
 """Converted checkpoints on disk: manifest, shared and draft parameters, expert store."""
 
-from specter_jax.checkpoint.experts import (
-    ExpertFiles,
-    expert_file_name,
-    expert_tensor_name,
-    layer_name,
-)
+from specter_jax.checkpoint.experts import ExpertFiles, expert_file_name, expert_tensor_name
 from specter_jax.checkpoint.manifest import (
     FORMAT_NAME,
     FORMAT_VERSION,
@@ -16,13 +11,12 @@ from specter_jax.checkpoint.manifest import (
     read_manifest,
     record_file,
 )
-from specter_jax.checkpoint.reader import OUTER_PART, Checkpoint, check_files, open_checkpoint
+from specter_jax.checkpoint.reader import Checkpoint, check_files, open_checkpoint
 
 __all__ = [
     "FORMAT_NAME",
     "FORMAT_VERSION",
     "MANIFEST_NAME",
-    "OUTER_PART",
     "Checkpoint",
     "ExpertFiles",
     "FileRecord",
@@ -31,7 +25,6 @@ __all__ = [
     "check_files",
     "expert_file_name",
     "expert_tensor_name",
-    "layer_name",
     "open_checkpoint",
     "read_manifest",
     "record_file",

@@ -7,6 +7,7 @@ import numpy as np
 
 from specter_jax.checkpoint.manifest import CONVERT_HINT, Manifest
 from specter_jax.checkpoint.safetensors_file import DamagedFileError, read_header
+from specter_jax.config import layer_name
 from specter_jax.errors import ChecksumError, InvalidRequestError, MissingFileError
 
 _DTYPES = {
@@ -14,11 +15,6 @@ _DTYPES = {
     "float16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
 }
-
-
-def layer_name(decoder_layer: int) -> str:
-    """Name of a decoder layer in paths and parameter trees: 3 -> "layers_03"."""
-    return f"layers_{decoder_layer:02d}"
 
 
 def expert_file_name(decoder_layer: int) -> str:

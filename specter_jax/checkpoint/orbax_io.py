@@ -47,13 +47,20 @@ def _quiet() -> Iterator[None]:
 
 
 def save_tree(path: Path, tree: Mapping[str, Any]) -> None:
-    """Writes nested dicts of numpy arrays to the new directory `path`."""
+    """Writes nested dicts of numpy arrays to the new directory `path`.
+
+    Raises:
+        OSError: it cannot be written, for example because the disk is full.
+    """
     import orbax.checkpoint as ocp
 
     tree = jax.tree.map(lambda array: array.view(_NeverCopied), dict(tree))
     save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
-    with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
-        checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(tree, save_args=save_args))
+    try:
+        with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as writer:
+            writer.save(path.absolute(), args=ocp.args.PyTreeSave(tree, save_args=save_args))
+    except Exception as error:  # what a full disk raises here is tensorstore's own ValueError
+        raise OSError(f"{path}: cannot be written ({_first_line(error)})") from error
     _make_reproducible(path)
 
 
@@ -82,11 +89,16 @@ def load_tree(path: Path) -> Tree:
         with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as reader:
             tree = reader.restore(path.absolute(), args=_numpy_restore(reader, path))
     except Exception as error:  # Orbax raises many types, some of them its own
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
-            f"{path}: not a readable Orbax checkpoint ({reason[:200]}); convert the model again"
+            f"{path}: not a readable Orbax checkpoint ({_first_line(error)}); "
+            "convert the model again"
         ) from error
     return tree
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return lines[0][:200] if lines else type(error).__name__
 
 
 def _numpy_restore(reader: Any, path: Path) -> Any:

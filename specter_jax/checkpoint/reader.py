@@ -7,10 +7,10 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from specter_jax.checkpoint.experts import ExpertFiles, layer_name
+from specter_jax.checkpoint.experts import ExpertFiles
 from specter_jax.checkpoint.manifest import CONVERT_HINT, Manifest, read_manifest, record_file
 from specter_jax.checkpoint.orbax_io import Tree, load_tree
-from specter_jax.config import ModelConfig
+from specter_jax.config import ModelConfig, layer_name
 from specter_jax.errors import (
     CheckpointError,
     ChecksumError,
@@ -18,7 +18,6 @@ from specter_jax.errors import (
     MissingFileError,
 )
 
-OUTER_PART = "outer"
 Verify = Literal["sizes", "checksums"]
 
 
@@ -38,7 +37,8 @@ class Checkpoint:
             device: `jax.Device` or `Sharding`; JAX's default device if None.
 
         Returns:
-            Nested dicts of arrays; decoder layers under "layers_00", "layers_01", ...
+            Nested dicts of arrays by part: "outer" (embedding, final norm, head), "layers_00",
+            "layers_01", ...
 
         Raises:
             CheckpointError: a part cannot be read.
@@ -46,11 +46,7 @@ class Checkpoint:
         shared: Tree = {}
         for part in self.manifest.shared_parts:
             tree = load_tree(self.path / "shared" / part)
-            placed = jax.tree.map(lambda array: _place(array, dtype, device), tree)
-            if part == OUTER_PART:
-                shared.update(placed)
-            else:
-                shared[part] = placed
+            shared[part] = jax.tree.map(lambda array: _place(array, dtype, device), tree)
         return shared
 
     def load_draft(self, device: Any = None) -> Tree:
@@ -60,10 +56,10 @@ class Checkpoint:
             device: as for `load_shared`.
 
         Returns:
-            `{"layers_03": {...}}` with, per MoE layer of E experts, hidden size H and expert size F:
-            gate_up_codes int32 `[E, 2F, H/8]`, gate_up_scales bf16 `[E, 2F, H/g1]`,
-            down_codes int32 `[E, H, F/8]`, down_scales bf16 `[E, H, F/g2]`,
-            tables float32 `[E, 3, 8]` (gate, up, down).
+            `{"layers_03": {...}}` with, per MoE layer of E experts, hidden size H and expert size
+            F: gate_up_codes int32 `[E, 2F, H/8]`, gate_up_scales bf16 `[E, 2F, H/g1]`, down_codes
+            int32 `[E, H, F/8]`, down_scales bf16 `[E, H, F/g2]`, tables
+            float32 `[E, 3, 8]` (gate, up, down).
 
         Raises:
             CheckpointError: a layer cannot be read.

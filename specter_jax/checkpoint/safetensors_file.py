@@ -1,8 +1,9 @@
 """Safetensors files read and written piece by piece, so that a whole file is never in memory.
 
-The library `safetensors` writes a file from tensors that are all in memory at once. Here the header
-is written first, for it only needs names, dtypes and shapes, and the tensors are appended one after
-another. Reading goes through plain positioned reads (bounded memory) or a memory map (expert store).
+The library `safetensors` writes a file from tensors that are all in memory at once. Here the
+header is written first, for it only needs names, dtypes and shapes, and the tensors are appended
+one after another. Reading goes through plain positioned reads (bounded memory) or a memory map
+(expert store).
 
 Layout of a file: 8 bytes little-endian header length, JSON header, tensor data. The header may end
 in spaces; files written here are padded so that the data begins on a page boundary.
@@ -124,8 +125,8 @@ def read_tensor(path: Path, entry: TensorEntry, index: int | None = None) -> np.
 class SafetensorsWriter:
     """Writes a safetensors file tensor by tensor, in the order announced.
 
-    Use as a context manager; leaving it normally flushes the file to the disk. Memory use is that of
-    the tensor at hand.
+    Use as a context manager; leaving it normally flushes the file to the disk. Memory use is
+    that of the tensor at hand.
     """
 
     def __init__(

@@ -1,0 +1,259 @@
+"""What a conversion will do, settled and checked before anything is written.
+
+Every tensor that the model needs is looked up with its shape and type, every tensor that is there
+must be needed, and the group sizes must divide. So a damaged or incomplete source is refused in
+well under a second, however large it is; only the values are left to be checked while they pass by.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from convert import mapping
+from convert.sources import CONFIG_FILE, GENERATION_CONFIG_FILE, TensorSource
+from pallas_kernels.int4 import CODES_PER_WORD
+from specter_jax.checkpoint import GroupSizes
+from specter_jax.config import ModelConfig
+from specter_jax.errors import ConversionError, InvalidRequestError
+
+GROUP_SIZES = (128, 64, 32, 16, 8)
+"""In order of preference; below 64 only where nothing larger divides (tiny models)."""
+DTYPES: Mapping[str, np.dtype] = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedTensor:
+    """One shared parameter: its name in the source and its place in its part's tree."""
+
+    name: str
+    path: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerExperts:
+    """Where one MoE layer's experts are: `fused` or `separate` is set."""
+
+    decoder_layer: int
+    fused: tuple[str, str] | None
+    """Names of gate_up `[E, 2F, H]` and down `[E, H, F]`."""
+    separate: tuple[tuple[str, str, str], ...]
+    """Per expert the names of gate `[F, H]`, up `[F, H]`, down `[H, F]`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that `convert.layers` needs beside the source."""
+
+    config: ModelConfig
+    dtype: np.dtype
+    """Of the experts."""
+    shared_dtype: np.dtype | None
+    """Of the shared parameters; None keeps each one's own."""
+    group_sizes: GroupSizes
+    shared: Mapping[str, tuple[SharedTensor, ...]]
+    """By part: "outer", "layers_00", ..."""
+    experts: tuple[LayerExperts, ...]
+    """By MoE index."""
+
+
+def read_model_config(source: TensorSource) -> ModelConfig:
+    """The model's configuration.
+
+    Raises:
+        ConversionError: config.json or generation_config.json is absent or not a JSON object.
+        UnsupportedModelError: the family or a field is not supported.
+    """
+    files = source.companions()
+    if CONFIG_FILE not in files:
+        raise ConversionError(f"{source.label}: {CONFIG_FILE} is missing")
+    generation = files.get(GENERATION_CONFIG_FILE, b"{}")
+    return ModelConfig.from_hf(
+        _json_object(source, CONFIG_FILE, files[CONFIG_FILE]),
+        _json_object(source, GENERATION_CONFIG_FILE, generation),
+    )
+
+
+def _json_object(source: TensorSource, name: str, content: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(content)
+    except ValueError as error:
+        raise ConversionError(f"{source.label}/{name}: not JSON ({error})") from None
+    if not isinstance(document, dict):
+        raise ConversionError(f"{source.label}/{name}: not a JSON object")
+    return document
+
+
+def choose_group_sizes(
+    config: ModelConfig, requested: int | tuple[int, int] | None = None
+) -> GroupSizes:
+    """INT4 group sizes for the hidden axis (gate, up) and the expert axis (down).
+
+    Args:
+        config: gives the axes' lengths.
+        requested: a size for both axes, or one for each; by default the first of 128, 64, 32, 16
+            and 8 that divides.
+
+    Raises:
+        InvalidRequestError: a requested size is not a multiple of 8 or does not divide its axis.
+        ConversionError: no size divides an axis.
+    """
+    axes = {
+        "hidden size": config.hidden_size,
+        "expert size": config.expert_intermediate_size,
+    }
+    if requested is None:
+        requested_each: tuple[int | None, ...] = (None, None)
+    elif isinstance(requested, tuple):
+        requested_each = requested
+    else:
+        requested_each = (requested, requested)
+    if len(requested_each) != len(axes):
+        raise InvalidRequestError(f"group size must be one or two numbers, got {requested}")
+    sizes = [
+        _group_size(axis, length, size)
+        for (axis, length), size in zip(axes.items(), requested_each, strict=True)
+    ]
+    return GroupSizes(gate_up=sizes[0], down=sizes[1])
+
+
+def _group_size(axis: str, length: int, requested: int | None) -> int:
+    valid = [size for size in GROUP_SIZES if length % size == 0]
+    if requested is None:
+        if not valid:
+            raise ConversionError(
+                f"the model's {axis} {length} is not a multiple of {CODES_PER_WORD}: "
+                "it cannot be encoded in INT4"
+            )
+        return valid[0]
+    if requested < CODES_PER_WORD or requested % CODES_PER_WORD or length % requested:
+        listed = ", ".join(map(str, valid)) or "none"
+        raise InvalidRequestError(
+            f"group size {requested} must be a multiple of {CODES_PER_WORD} that divides the "
+            f"{axis} {length}; usual sizes that do: {listed}"
+        )
+    return requested
+
+
+def build_plan(
+    source: TensorSource,
+    group_size: int | tuple[int, int] | None = None,
+    dtype: str | None = None,
+) -> Plan:
+    """Checks the source and the options, and lays out the conversion.
+
+    Raises:
+        ConversionError: a tensor is missing, unknown, of a wrong shape or of an unsupported type.
+        UnsupportedModelError: see `read_model_config`.
+        InvalidRequestError: an option is out of range.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise InvalidRequestError(f"dtype {dtype} is unknown; expected one of {', '.join(DTYPES)}")
+    config = read_model_config(source)
+    group_sizes = choose_group_sizes(config, group_size)
+    tensors = _Tensors(source)
+    shared = _plan_shared(tensors, config)
+    experts = tuple(_plan_experts(tensors, config, layer) for layer in config.moe_layers)
+    tensors.check_all_used(config)
+    return Plan(
+        config=config,
+        dtype=DTYPES[dtype] if dtype else _experts_dtype(source, experts),
+        shared_dtype=DTYPES[dtype] if dtype else None,
+        group_sizes=group_sizes,
+        shared=shared,
+        experts=experts,
+    )
+
+
+class _Tensors:
+    """The source's tensors by canonical name (`mapping.canonical_name`), ticked off when used."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+        self._names = {mapping.canonical_name(name): name for name in source.names()}
+        self._unused = set(self._names)
+
+    def __contains__(self, canonical: str) -> bool:
+        return canonical in self._names
+
+    def use(self, canonical: str, shape: tuple[int, ...]) -> str:
+        """Checks presence, shape and type of a tensor; returns its name in the source."""
+        source = self._source
+        if canonical not in self._names:
+            raise ConversionError(f"{source.where(canonical)}: tensor {canonical} is missing")
+        name = self._names[canonical]
+        if source.shape(name) != tuple(shape):
+            raise ConversionError(
+                f"{source.where(name)}: tensor {name} has shape {list(source.shape(name))}, "
+                f"expected {list(shape)}"
+            )
+        source.dtype(name)
+        self._unused.discard(canonical)
+        return name
+
+    def check_all_used(self, config: ModelConfig) -> None:
+        """Tensors that the model does not have mean that it is another model."""
+        unused = sorted(
+            self._names[name] for name in self._unused if not mapping.ignorable(name, config)
+        )
+        if unused:
+            raise ConversionError(
+                f"{self._source.where(unused[0])}: tensor {unused[0]} is not part of a "
+                f"{config.family} model as {CONFIG_FILE} describes it ({len(unused)} such tensors)"
+            )
+
+
+def _plan_shared(tensors: _Tensors, config: ModelConfig) -> dict[str, tuple[SharedTensor, ...]]:
+    """Finds all shared parameters and sorts them into parts."""
+    parts: dict[str, list[SharedTensor]] = {}
+    for canonical, target in mapping.shared_targets(config).items():
+        name = tensors.use(canonical, target.shape)
+        tensor = SharedTensor(name=name, path=target.path[1:])
+        parts.setdefault(target.part, []).append(tensor)
+    return {part: tuple(members) for part, members in sorted(parts.items())}
+
+
+def _plan_experts(tensors: _Tensors, config: ModelConfig, layer: int) -> LayerExperts:
+    """Finds one layer's experts, fused or separate."""
+    num_experts, hidden = config.num_experts, config.hidden_size
+    width = config.expert_intermediate_size
+    gate_up, down = mapping.fused_expert_names(config, layer)
+    if gate_up in tensors or down in tensors:
+        fused = (
+            tensors.use(gate_up, (num_experts, 2 * width, hidden)),
+            tensors.use(down, (num_experts, hidden, width)),
+        )
+        return LayerExperts(decoder_layer=layer, fused=fused, separate=())
+    separate = []
+    for expert in range(num_experts):
+        gate, up, down = mapping.expert_names(config, layer, expert)
+        separate.append(
+            (
+                tensors.use(gate, (width, hidden)),
+                tensors.use(up, (width, hidden)),
+                tensors.use(down, (hidden, width)),
+            )
+        )
+    return LayerExperts(decoder_layer=layer, fused=None, separate=tuple(separate))
+
+
+def _experts_dtype(source: TensorSource, experts: tuple[LayerExperts, ...]) -> np.dtype:
+    """The one type of all experts."""
+    first: str | None = None
+    for layer in experts:
+        for name in layer.fused or (name for names in layer.separate for name in names):
+            first = first or name
+            if source.dtype(name) != source.dtype(first):
+                raise ConversionError(
+                    f"{source.where(name)}: tensor {name} is {source.dtype(name)} but {first} is "
+                    f"{source.dtype(first)}; choose one type for all with --dtype"
+                )
+    assert first is not None, "a ModelConfig has at least one MoE layer"
+    return source.dtype(first)
