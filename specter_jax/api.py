@@ -1,0 +1,265 @@
+"""Generation from a loaded model: prompts in, texts, tokens and statistics out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specter_jax.controller import DepthController
+from specter_jax.engine.context import Context
+from specter_jax.engine.decode import Batch, decode
+from specter_jax.engine.programs import Draws
+from specter_jax.errors import InvalidRequestError, PromptError
+from specter_jax.model import Model
+from specter_jax.offload import DEFAULT_POLICY, get_policy
+from specter_jax.runtime_config import MAX_DEPTH
+from specter_jax.sampling import SamplingConfig, row_keys
+from specter_jax.stats import Stats, StatsRecorder, merge_recorders
+from specter_jax.text import TextStream, encode_prompts, load_tokenizer
+from specter_jax.trace import NullTrace, Tracer
+
+OnText = Callable[[int, str], None]
+"""`(prompt index, new text)`, called as text becomes final."""
+
+AUTO = "auto"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationResult:
+    """What `generate` gives, in the order of the prompts.
+
+    texts: output only, without the prompt and special tokens, cut before a stop string.
+    tokens: the output's token ids; a final end-of-sequence token is included, tokens behind a
+        stop string are not.
+    stats: over all prompts. prompt_stats: of the batch that each prompt was decoded in.
+    """
+
+    texts: list[str]
+    tokens: list[list[int]]
+    stats: Stats
+    prompt_stats: list[Stats]
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 64,
+    depth: int | str = AUTO,
+    policy: str = DEFAULT_POLICY,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    chat: bool = False,
+    ignore_eos: bool = False,
+    batch_size: int | None = None,
+    on_text: OnText | None = None,
+    trace: Tracer | None = None,
+) -> GenerationResult:
+    """Generates from every prompt; greedy output is the target's own, token for token.
+
+    Args:
+        prompts: texts, or token ids.
+        max_new_tokens: most tokens per prompt; less where the context ends before.
+        depth: tokens drafted per verification, 0 (plain decoding) to 16, or "auto".
+        policy: "lookahead", or a baseline: "sp-l", "sp-e", "lru-s", "lru".
+        temperature, top_k, top_p, seed: sampling; temperature 0 is greedy. A prompt's samples
+            depend on the seed and the prompt's place in `prompts`, not on batching.
+        stop: strings that end a text and are cut off.
+        chat: wrap each prompt as one user message in the tokenizer's chat template.
+        ignore_eos: go on behind an end-of-sequence token.
+        batch_size: prompts decoded together; the model's `max_batch` at most, which is the default.
+        on_text: called with text as soon as it can no longer change.
+        trace: receives a timeline, see `specter_jax.trace.Trace`.
+
+    Raises:
+        PromptError: a prompt is empty, malformed, or does not fit the context.
+        UnknownPolicyError, InvalidRequestError: an argument is out of range.
+    """
+    sampling = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    get_policy(policy)
+    check_depth(depth)
+    size = _batch_size(model, batch_size)
+    if isinstance(max_new_tokens, bool) or max_new_tokens < 1:
+        raise InvalidRequestError(f"max_new_tokens is {max_new_tokens}: give 1 or more")
+    tokenizer = load_tokenizer(model.path)
+    ids = encode_prompts(tokenizer, prompts, chat=chat)
+    for number, prompt in enumerate(ids):
+        _check_prompt(model, number, prompt)
+    model.use_policy(policy)
+    recorders, outputs, texts = [], [], []
+    for start in range(0, len(ids), size):
+        sinks = [
+            _Sink(
+                TextStream(tokenizer, stop=stop),
+                () if ignore_eos else model.config.eos_token_ids,
+                None if on_text is None else _for_prompt(on_text, start + row),
+            )
+            for row in range(min(size, len(ids) - start))
+        ]
+        recorder = _generate_batch(
+            model,
+            ids[start : start + size],
+            sinks,
+            indices=np.arange(start, start + len(sinks), dtype=np.int32),
+            max_new_tokens=max_new_tokens,
+            depth=depth,
+            sampling=sampling,
+            trace=trace or NullTrace(),
+        )
+        for sink in sinks:
+            text, tokens = sink.finish()
+            texts.append(text)
+            outputs.append(tokens)
+            recorders.append(recorder)
+    distinct = list({id(recorder): recorder for recorder in recorders}.values())
+    return GenerationResult(
+        texts=texts,
+        tokens=outputs,
+        stats=merge_recorders(distinct),
+        prompt_stats=[recorder.summary() for recorder in recorders],
+    )
+
+
+def check_depth(depth: int | str) -> None:
+    """Raises InvalidRequestError unless `depth` is 0..16 or "auto"."""
+    valid = isinstance(depth, int) and not isinstance(depth, bool) and 0 <= depth <= MAX_DEPTH
+    if not valid and depth != AUTO:
+        raise InvalidRequestError(f'depth is {depth!r}: give 0 to {MAX_DEPTH} or "auto"')
+
+
+def _batch_size(model: Model, batch_size: int | None) -> int:
+    most = model.runtime.max_batch
+    if batch_size is None:
+        return most
+    if not 1 <= batch_size <= most:
+        raise InvalidRequestError(
+            f"batch_size is {batch_size}: this model was loaded for 1 to {most} (max_batch)"
+        )
+    return batch_size
+
+
+def _check_prompt(model: Model, number: int, prompt: np.ndarray) -> None:
+    most = model.runtime.max_context
+    if len(prompt) == 0:
+        raise PromptError(f"prompt {number} is empty: give at least one token")
+    if len(prompt) >= most:
+        raise PromptError(
+            f"prompt {number} has {len(prompt)} tokens; the context holds {most} including at "
+            "least one new token"
+        )
+    low, high = int(prompt.min()), int(prompt.max())
+    if low < 0 or high >= model.config.vocab_size:
+        raise PromptError(
+            f"prompt {number} has token ids {low} to {high}; the vocabulary has 0 to "
+            f"{model.config.vocab_size - 1}"
+        )
+
+
+def _for_prompt(on_text: OnText, index: int) -> Callable[[str], None]:
+    return lambda text: on_text(index, text)
+
+
+class _Sink:
+    """Receives one prompt's tokens: detokenises, streams, and says when to stop."""
+
+    def __init__(
+        self,
+        stream: TextStream,
+        eos_token_ids: tuple[int, ...],
+        on_text: Callable[[str], None] | None,
+    ) -> None:
+        self._stream = stream
+        self._eos = frozenset(eos_token_ids)
+        self._on_text = on_text
+        self._parts: list[str] = []
+        self.tokens: list[int] = []
+
+    def push(self, tokens: list[int]) -> bool:
+        """Takes in new tokens; True if the sequence ends with them."""
+        for token in tokens:
+            self.tokens.append(token)
+            if token in self._eos:
+                return True
+            self._emit(self._stream.push([token]))
+            if self._stream.stopped:
+                return True
+        return False
+
+    def finish(self) -> tuple[str, list[int]]:
+        """The whole text and tokens."""
+        self._emit(self._stream.flush())
+        return "".join(self._parts), self.tokens
+
+    def _emit(self, text: str) -> None:
+        if not text:
+            return
+        self._parts.append(text)
+        if self._on_text is not None:
+            self._on_text(text)
+
+
+def _generate_batch(
+    model: Model,
+    prompts: list[np.ndarray],
+    sinks: list[_Sink],
+    *,
+    indices: np.ndarray,
+    max_new_tokens: int,
+    depth: int | str,
+    sampling: SamplingConfig,
+    trace: Tracer,
+) -> StatsRecorder:
+    recorder = StatsRecorder(sequences=len(prompts))
+    model.pool.trace = trace
+    ctx = Context(
+        config=model.config,
+        params=model.params,
+        programs=model.programs,
+        runtime=model.runtime,
+        pool=model.pool,
+        eviction=model.pool.cache.eviction,
+        policy=get_policy(model.policy),
+        recorder=recorder,
+        trace=trace,
+        optimism=model.optimism,
+        device=model.device,
+    )
+    longest = max(len(prompt) for prompt in prompts)
+    batch = Batch(
+        prompts=prompts,
+        max_new_tokens=min(max_new_tokens, model.runtime.max_context - longest),
+        draws=None if sampling.greedy else _draws(sampling, indices),
+        kv_dtype=model.dtype,
+    )
+    controller = DepthController(fixed=None if depth == AUTO else depth)
+    try:
+        decode(ctx, batch, controller, lambda row, tokens: sinks[row].push(tokens))
+    finally:
+        # An interruption must leave the pool usable.
+        model.pool.settle()
+    recorder.new_tokens = sum(len(sink.tokens) for sink in sinks)
+    recorder.peak_device_bytes = _peak_bytes(model)
+    return recorder
+
+
+def _draws(sampling: SamplingConfig, indices: np.ndarray) -> Draws:
+    temperature, top_k, top_p = sampling.scalars()
+    return Draws(
+        keys=row_keys(sampling.seed, jnp.asarray(indices)),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+    )
+
+
+def _peak_bytes(model: Model) -> int:
+    """The device's own peak, or the ledger's sum where the device does not report one."""
+    stats = model.device.memory_stats() or {}
+    return int(stats.get("peak_bytes_in_use", model.ledger.total_bytes))

@@ -1,0 +1,1 @@
+"""The orchestrator: expert transfers, drafting, verification, prefill and the decoding loop."""

@@ -1,0 +1,81 @@
+"""What every phase of an iteration shares: the model on the device, the slots, the policy, the books."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from specter_jax.config import ModelConfig
+from specter_jax.engine.programs import Programs
+from specter_jax.engine.slots import SlotPool
+from specter_jax.offload import EvictionPolicy, PolicySpec
+from specter_jax.runtime_config import RuntimeConfig
+from specter_jax.stats import StatsRecorder
+from specter_jax.trace import Tracer
+
+
+@dataclasses.dataclass
+class Optimism:
+    """Whether to verify in one program although nothing predicts the experts.
+
+    One program costs one meeting with the host, layer by layer one each; after a miss the rest is
+    done layer by layer anyway. So: one program while misses are the exception.
+    """
+
+    miss_rate: float = 1.0
+
+    def observe(self, missed: bool) -> None:
+        """Takes in whether a sweep lacked an expert."""
+        self.miss_rate += 0.2 * (missed - self.miss_rate)
+
+    @property
+    def expects_none(self) -> bool:
+        """Whether the next sweep is likely to find everything resident."""
+        return self.miss_rate < 0.5
+
+
+@dataclasses.dataclass
+class Context:
+    """One generation's surroundings.
+
+    params: {"shared": tree, "draft": tree}; link_ms: smoothed time one expert takes on the link.
+    """
+
+    config: ModelConfig
+    params: dict[str, Any]
+    programs: Programs
+    runtime: RuntimeConfig
+    pool: SlotPool
+    eviction: EvictionPolicy
+    policy: PolicySpec
+    recorder: StatsRecorder
+    trace: Tracer
+    optimism: Optimism
+    device: jax.Device
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        return self.params["shared"]
+
+    def representative(self, layer: int) -> int:
+        """The first decoder layer that runs the same program: equal kind and attention window."""
+        config = self.config
+        return next(
+            other
+            for other in range(config.num_layers)
+            if config.is_moe(other) == config.is_moe(layer)
+            and config.windows[other] == config.windows[layer]
+        )
+
+    def layer_params(self, layer: int) -> dict[str, Any]:
+        """Shared parameters of decoder layer `layer`."""
+        return self.shared[f"layers_{layer:02d}"]
+
+
+def distinct_experts(chosen: np.ndarray, num_experts: int) -> np.ndarray:
+    """Sorted distinct expert ids among `chosen` (any shape), the masked tokens' id left out."""
+    counts = np.bincount(chosen.ravel(), minlength=num_experts + 1)
+    return np.flatnonzero(counts[:num_experts])

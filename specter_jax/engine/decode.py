@@ -1,0 +1,112 @@
+"""The decoding loop: draft, verify, commit, for a batch of sequences until each has ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from specter_jax.controller import DepthController, IterationTiming
+from specter_jax.engine.context import Context
+from specter_jax.engine.drafting import draft
+from specter_jax.engine.prefill import prefill
+from specter_jax.engine.programs import Draws
+from specter_jax.engine.state import DecodeState
+from specter_jax.engine.verification import verify
+
+OnTokens = Callable[[int, list[int]], bool]
+"""`(row, new tokens) -> whether the sequence ends here`, called in order of generation."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What to decode: prompts int32 [length] each, and how many tokens each may gain."""
+
+    prompts: Sequence[np.ndarray]
+    max_new_tokens: int
+    draws: Draws | None
+    kv_dtype: str
+
+
+def decode(ctx: Context, batch: Batch, controller: DepthController, on_tokens: OnTokens) -> None:
+    """Generates until `on_tokens` ends every row or its tokens are used up.
+
+    The recorder of `ctx` receives all counts and times.
+    """
+    bytes_before = ctx.pool.bytes_moved
+    longest = max(len(prompt) for prompt in batch.prompts)
+    with ctx.recorder.timed("prefill_ms"):
+        state, first = prefill(
+            ctx,
+            list(batch.prompts),
+            num_tokens=longest + batch.max_new_tokens,
+            draws=batch.draws,
+            kv_dtype=batch.kv_dtype,
+        )
+    ctx.recorder.first_token()
+    remaining = np.full(state.batch, batch.max_new_tokens)
+    _hand_out(ctx, state, remaining, first[:, None], np.ones(state.batch, int), on_tokens)
+    while state.active.any():
+        iterate(ctx, state, remaining, controller, on_tokens)
+    ctx.recorder.finish()
+    ctx.recorder.bytes_host_to_device += ctx.pool.bytes_moved - bytes_before
+
+
+def iterate(
+    ctx: Context,
+    state: DecodeState,
+    remaining: np.ndarray,
+    controller: DepthController,
+    on_tokens: OnTokens,
+) -> None:
+    """One iteration: draft to the controller's depth, verify, commit. Updates `state` in place.
+
+    remaining: int [B], tokens each row may still gain; counted down here.
+    """
+    depth = controller.next_depth() if ctx.policy.speculative else 0
+    bytes_before = ctx.pool.bytes_moved
+    waited_before = ctx.recorder.wait_ms
+    resident_before = ctx.pool.cache.resident
+    begin = time.perf_counter()
+    ctx.eviction.begin_iteration()
+    drafted = draft(ctx, state, depth)
+    drafted_at = time.perf_counter()
+    tokens, num_accepted = verify(ctx, state, drafted, resident_before)
+    ctx.eviction.end_iteration()
+    end = time.perf_counter()
+
+    active = state.active
+    num_new = num_accepted + 1
+    ctx.recorder.record_iteration(depth, drafted.num_drafted[active], num_accepted[active])
+    draft_ms, verify_ms = (drafted_at - begin) * 1e3, (end - drafted_at) * 1e3
+    wait_ms = ctx.recorder.wait_ms - waited_before
+    ctx.recorder.draft_ms += draft_ms
+    ctx.recorder.verify_ms += verify_ms
+    controller.observe(
+        IterationTiming(
+            depth=depth,
+            new_tokens=int(num_new[active].sum()),
+            drafted=int(drafted.num_drafted.sum()),
+            accepted=int(num_accepted[active].sum()),
+            draft_ms=draft_ms,
+            wait_ms=wait_ms,
+            verify_ms=verify_ms - wait_ms,
+            total_ms=(end - begin) * 1e3,
+            bytes_loaded=ctx.pool.bytes_moved - bytes_before,
+        )
+    )
+    state.commit(tokens, num_new)
+    _hand_out(ctx, state, remaining, tokens, num_new, on_tokens)
+
+
+def _hand_out(ctx, state, remaining, tokens, num_new, on_tokens) -> None:
+    """Gives each active row's new tokens to the caller and retires rows that have ended."""
+    active = state.active.copy()
+    for row in np.flatnonzero(active).tolist():
+        count = min(int(num_new[row]), int(remaining[row]))
+        ended = on_tokens(row, tokens[row, :count].tolist())
+        remaining[row] -= count
+        active[row] = not ended and remaining[row] > 0
+    state.active = active

@@ -1,0 +1,132 @@
+"""Drafting in chunks, with the experts it predicts fetched between them (phases 1 to 3)."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import jax
+import numpy as np
+
+from specter_jax.engine.context import Context
+from specter_jax.engine.state import DecodeState
+from specter_jax.offload import (
+    ExpertLookaheadBuffer,
+    Snapshot,
+    cutoff_layer,
+    plan_loads,
+    prefetch_admission,
+)
+
+
+@dataclasses.dataclass
+class Drafted:
+    """What drafting leaves for verification.
+
+    tokens: int32 [B, K]; experts: int32 [M, B, S, k], routing of the S >= K positions the draft
+    ran; probs: per chunk float32 [B, C, V] on the device, () when greedy; predicted: the ELB at
+    the end, None if nothing was drafted; num_drafted: int32 [B].
+    """
+
+    tokens: np.ndarray
+    experts: np.ndarray | None
+    probs: tuple[jax.Array, ...]
+    predicted: Snapshot | None
+    num_drafted: np.ndarray
+
+
+def no_draft(batch: int) -> Drafted:
+    """Plain decoding: nothing drafted."""
+    return Drafted(np.zeros((batch, 0), np.int32), None, (), None, np.zeros(batch, np.int32))
+
+
+def draft(ctx: Context, state: DecodeState, depth: int) -> Drafted:
+    """Drafts `depth` tokens per active sequence and starts the transfers they call for.
+
+    Where prefetch follows the draft and some expert is absent, one step more is run for its
+    routing alone, so that the position after the last drafted token is predicted as well.
+    """
+    if depth == 0:
+        return no_draft(state.batch)
+    cover_last = ctx.policy.prefetch == "draft" and not ctx.pool.cache.resident.all()
+    num_steps = depth + cover_last
+    elb = ExpertLookaheadBuffer(ctx.config.num_moe_layers, ctx.config.num_experts)
+    prefetcher = _Prefetcher(ctx, num_steps)
+    tokens, experts, probs = [], [], []
+    last = state.last
+    done = 0
+    while done < num_steps:
+        steps = min(ctx.runtime.chunk_tokens, num_steps - done)
+        with ctx.trace.span("draft", "chunk", steps=steps, first=done):
+            chunk, state.kv = ctx.programs.draft_chunk(
+                ctx.params, state.kv, last, state.lengths + done, state.active, state.draws, steps
+            )
+            tokens.append(np.asarray(chunk.tokens))
+            experts.append(np.asarray(chunk.experts))
+        last = chunk.last
+        if chunk.probs is not None:
+            probs.append(chunk.probs)
+        done += steps
+        elb.add(experts[-1].reshape(len(experts[-1]), -1, experts[-1].shape[-1]))
+        snapshot = elb.snapshot()
+        prefetcher.boundary(snapshot, done)
+    return Drafted(
+        tokens=np.concatenate(tokens, 1)[:, :depth],
+        experts=np.concatenate(experts, 2),
+        probs=tuple(probs),
+        predicted=snapshot,
+        num_drafted=np.where(state.active, depth, 0).astype(np.int32),
+    )
+
+
+class _Prefetcher:
+    """Acts at chunk boundaries: slots for what has arrived, transfers for what is predicted."""
+
+    def __init__(self, ctx: Context, num_steps: int) -> None:
+        self._ctx = ctx
+        self._num_steps = num_steps
+        self._begin = time.perf_counter()
+
+    def boundary(self, snapshot: Snapshot, done: int) -> None:
+        """A chunk ended, `done` steps of the draft are over."""
+        ctx = self._ctx
+        ctx.eviction.update_prediction(snapshot.predicted, coverage=done / self._num_steps)
+        if ctx.policy.prefetch != "draft":
+            return
+        with ctx.trace.span("host", "boundary", done=done):
+            self._commit_arrivals()
+            pool = ctx.pool
+            resident, staged = pool.cache.resident, pool.staged_mask()
+            cutoff = self._cutoff(snapshot, resident | staged, done)
+            pool.issue(
+                plan_loads(
+                    snapshot.predicted, resident, staged, cutoff=cutoff, counts=snapshot.counts
+                )
+            )
+
+    def _commit_arrivals(self) -> None:
+        """Frees staging buffers: an arrived expert moves to a slot if it is worth one's content."""
+        pool, eviction = self._ctx.pool, self._ctx.eviction
+        arrived = [key for key in pool.staged_keys() if pool.has_arrived(*key)]
+        if not arrived:
+            return
+        admitted = prefetch_admission(
+            arrived,
+            victim_retention=pool.cache.victim_retention(0),
+            load_retention=eviction.retention(0),
+            num_free=pool.cache.num_free,
+        )
+        pool.commit(admitted, next_layer=0)
+
+    def _cutoff(self, snapshot: Snapshot, present: np.ndarray, done: int) -> int | None:
+        """The first layer not to prefetch, by the latency model; None without a cut-off."""
+        ctx = self._ctx
+        if not ctx.policy.use_cutoff:
+            return None
+        elapsed_ms = (time.perf_counter() - self._begin) * 1e3
+        return cutoff_layer(
+            (snapshot.predicted & ~present).sum(1),
+            load_ms=ctx.pool.load_ms,
+            draft_ms=elapsed_ms / done * (self._num_steps - done),
+            num_slots=ctx.pool.num_slots,
+        )

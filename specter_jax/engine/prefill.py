@@ -1,0 +1,96 @@
+"""Prefill: the prompts through the target, each layer's experts streamed through the slots."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from specter_jax import models
+from specter_jax.engine.context import Context, distinct_experts
+from specter_jax.engine.layered import Pass, run_layers
+from specter_jax.engine.programs import Draws
+from specter_jax.engine.state import DecodeState
+from specter_jax.runtime_config import kv_capacity, prefill_widths
+
+SEED_TOKENS = 64
+"""Prompt tokens whose routing seeds the eviction statistics."""
+
+SEED_WINDOW = 8
+"""Tokens taken as one sweep when seeding, a usual verification's worth."""
+
+
+def prefill(
+    ctx: Context,
+    prompts: list[np.ndarray],
+    *,
+    num_tokens: int,
+    draws: Draws | None,
+    kv_dtype: str,
+) -> tuple[DecodeState, np.ndarray]:
+    """Runs the prompts (int32 [length] each) and draws each one's first token.
+
+    num_tokens: longest prompt plus output, which sizes the KV.
+    Returns the decoding state and the first tokens, int32 [B].
+    """
+    batch = len(prompts)
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    chunk = ctx.runtime.prefill_tokens
+    capacity = kv_capacity(lengths.tolist(), num_tokens, chunk)
+    kv = models.init_kv(ctx.config, batch, capacity, jnp.dtype(kv_dtype))
+    first = np.zeros(batch, np.int32)
+    done = 0
+    for width in prefill_widths(int(lengths.max()), chunk):
+        counts = np.clip(lengths - done, 0, width)
+        tokens = np.zeros((batch, width), np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : counts[row]] = prompt[done : done + counts[row]]
+        with ctx.trace.span("verification", "prefill", tokens=int(counts.max())):
+            kv, ended = _prefill_chunk(ctx, kv, tokens, counts, done, lengths, draws)
+        ends_here = (counts > 0) & (lengths <= done + width)
+        first = np.where(ends_here, ended, first)
+        done += width
+    state = DecodeState(
+        kv=kv, lengths=lengths, last=first, active=np.ones(batch, bool), draws=draws
+    )
+    return state, first
+
+
+def _prefill_chunk(ctx, kv, tokens, counts, done, lengths, draws):
+    """One chunk of all prompts; returns the KV and the token after each row's last position."""
+    mask = np.arange(tokens.shape[1]) < counts[:, None]
+    group = ctx.runtime.prefill_group
+    # Half the slots compute while the other half is filled.
+    run = Pass(
+        lengths=np.where(counts > 0, done, lengths).astype(np.int32),
+        mask=mask,
+        group_size=max(1, min(group, ctx.pool.num_slots // 2)),
+        predicted=_expected(ctx, int(mask.sum())),
+    )
+    ctx.eviction.begin_iteration()
+    hidden = ctx.programs.embed(ctx.shared, tokens)
+    hidden, kv, chosen = run_layers(ctx, kv, hidden, 0, run)
+    _seed_statistics(ctx, chosen, counts)
+    last = np.maximum(counts - 1, 0).astype(np.int32)
+    return kv, np.asarray(ctx.programs.first_token(ctx.shared, hidden, last, lengths, draws))
+
+
+def _expected(ctx: Context, num_tokens: int) -> np.ndarray | None:
+    """bool [M, E]: a prompt of many choices per expert uses about all of them; else unknown."""
+    if num_tokens * ctx.config.top_k < 2 * ctx.config.num_experts:
+        return None
+    return np.ones(ctx.pool.cache.slot_table.shape, bool)
+
+
+def _seed_statistics(ctx: Context, chosen: dict[int, np.ndarray], counts: np.ndarray) -> None:
+    """Shows the eviction policy the end of the prompts as if it had been decoded."""
+    for start in range(-SEED_TOKENS, 0, SEED_WINDOW):
+        begin = np.maximum(counts + start, 0)
+        end = np.maximum(counts + start + SEED_WINDOW, 0)
+        if not (end > begin).any():
+            continue
+        ctx.eviction.begin_iteration()
+        for m, experts in chosen.items():
+            window = [experts[b, begin[b] : end[b]] for b in range(len(counts))]
+            used = np.concatenate([part.ravel() for part in window])
+            ctx.eviction.observe_layer(m, distinct_experts(used, ctx.config.num_experts))
+        ctx.eviction.end_iteration()

@@ -1,0 +1,224 @@
+"""The slot pool: the device buffer behind the expert cache, and the transfers that fill it.
+
+An expert travels in two steps. `issue` starts its copy from pinned host memory into a staging
+array. `commit` enqueues the write of a staged array into its slot; the device orders that write
+after the copy's arrival and before any computation enqueued later, so the host need not wait.
+Transfers must be issued before the computation they are to overlap is dispatched: JAX allocates
+a transfer's destination on the compute stream's timeline.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specter_jax.engine.store import ExpertStore, device_sharding, host_sharding
+from specter_jax.offload import EvictionPolicy, ExpertCache
+from specter_jax.trace import NullTrace
+
+Key = tuple[int, int]
+"""(MoE layer, expert)."""
+
+_COMMIT_SIZES = (1, 2, 4, 8)
+
+
+@functools.lru_cache(maxsize=8)
+def _commit_program(device: jax.Device):
+    """`(slots [N, P], slot_ids int32 [n], experts n x [P]) -> (slots, done)`, slots donated."""
+
+    def commit(slots, slot_ids, experts):
+        for i, expert in enumerate(experts):
+            slots = jax.lax.dynamic_update_slice(slots, expert[None], (slot_ids[i], 0))
+        return slots, slot_ids[0]
+
+    shardings = (device_sharding(device), host_sharding(device))
+    return jax.jit(commit, donate_argnums=0, out_shardings=shardings)
+
+
+class SlotPool:
+    """Slots on the device, their table, and the experts on their way to them.
+
+    Attributes:
+        slots: [num_slots, 3 * F * H], the store's dtype.
+        cache: bookkeeping; `cache.slot_table` is what verification looks slots up in.
+        bytes_moved: host-to-device expert bytes since the pool was made.
+        load_ms: time one expert's load took when the pool was filled, milliseconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: ExpertStore,
+        device: jax.Device,
+        num_slots: int,
+        max_in_flight: int,
+        eviction: EvictionPolicy,
+    ) -> None:
+        self.store = store
+        self.device = device
+        self.max_in_flight = max_in_flight
+        self.bytes_moved = 0
+        self.load_ms = 0.0
+        self.trace = NullTrace()
+        self._sharding = device_sharding(device)
+        self._staged: collections.OrderedDict[Key, jax.Array] = collections.OrderedDict()
+        self._committing: collections.deque[tuple[jax.Array, int]] = collections.deque()
+        self._commit = _commit_program(device)
+        self.slots = self._empty_slots(num_slots)
+        self.cache = self._new_cache(num_slots, eviction)
+
+    def _empty_slots(self, num_slots: int) -> jax.Array:
+        size = self.store.expert_bytes // self.store.dtype.itemsize
+        return jnp.zeros((num_slots, size), self.store.dtype, device=self._sharding)
+
+    def _new_cache(self, num_slots: int, eviction: EvictionPolicy) -> ExpertCache:
+        return ExpertCache(
+            num_layers=self.store.num_layers,
+            num_experts=self.store.num_experts,
+            num_slots=num_slots,
+            eviction=eviction,
+        )
+
+    @property
+    def num_slots(self) -> int:
+        return self.slots.shape[0]
+
+    @property
+    def in_flight(self) -> int:
+        """Staging buffers that may still be occupied."""
+        return len(self._staged) + sum(count for _, count in self._committing)
+
+    def is_staged(self, layer: int, expert: int) -> bool:
+        """Whether the expert is on its way, or arrived but not written to a slot."""
+        return (layer, expert) in self._staged
+
+    def staged_keys(self) -> list[Key]:
+        """Experts on their way, oldest first."""
+        return list(self._staged)
+
+    def staged_mask(self) -> np.ndarray:
+        """bool [M, E], the same as a mask."""
+        mask = np.zeros(self.cache.slot_table.shape, bool)
+        for key in self._staged:
+            mask[key] = True
+        return mask
+
+    def has_arrived(self, layer: int, expert: int) -> bool:
+        """Whether a staged expert's copy has finished."""
+        return self._staged[layer, expert].is_ready()
+
+    def reset(self, eviction: EvictionPolicy) -> None:
+        """Forgets all residents and in-flight copies; the slots keep their (unreachable) data."""
+        self._staged.clear()
+        self.cache = self._new_cache(self.num_slots, eviction)
+
+    def issue(self, keys: Sequence[Key], *, urgent: bool = False) -> int:
+        """Starts copies of `keys`, in order, as far as staging buffers are free.
+
+        urgent: wait for buffers instead of stopping short.
+        Returns how many were started; already staged or resident ones count as started.
+        """
+        wanted: list[Key] = []
+        for position, key in enumerate(keys):
+            if key in self._staged or self.cache.slot_table[key] >= 0:
+                continue
+            while self.in_flight + len(wanted) >= self.max_in_flight:
+                if not self._reap(block=urgent, keep=keys):
+                    self._start(wanted)
+                    return position
+            wanted.append(key)
+        self._start(wanted)
+        return len(keys)
+
+    def _start(self, keys: Sequence[Key]) -> None:
+        if not keys:
+            return
+        with self.trace.span("transfers", "issue", experts=len(keys)):
+            arrays = jax.device_put([self.store.get(*key) for key in keys], self._sharding)
+        self._staged.update(zip(keys, arrays, strict=True))
+        self.bytes_moved += len(keys) * self.store.expert_bytes
+
+    def _reap(self, *, block: bool, keep: Sequence[Key] = ()) -> bool:
+        """Frees the staging buffers of finished commits; True if any was freed.
+
+        block: wait for one, or give up the newest guess that is not in `keep`.
+        """
+        freed = False
+        while self._committing and self._committing[0][0].is_ready():
+            self._committing.popleft()
+            freed = True
+        if not freed and block:
+            if not self._committing:
+                guesses = [key for key in self._staged if key not in keep]
+                self.drop(guesses[-1:])
+                return bool(guesses)
+            self._committing.popleft()[0].block_until_ready()
+            freed = True
+        return freed
+
+    def drop(self, keys: Iterable[Key]) -> None:
+        """Gives up staged experts."""
+        for key in keys:
+            self._staged.pop(key, None)
+
+    def commit(self, keys: Sequence[Key], *, next_layer: int) -> None:
+        """Enqueues the writes of staged experts `keys` into slots chosen by the eviction policy.
+
+        next_layer: the first MoE layer whose computation has not been enqueued in this sweep;
+            earlier layers' experts are not needed again until the next one.
+        Raises CacheFullError if every slot is pinned.
+        """
+        for layer, group in itertools.groupby(keys, key=lambda key: key[0]):
+            experts = [expert for _, expert in group]
+            for start in range(0, len(experts), _COMMIT_SIZES[-1]):
+                self._commit_some(layer, experts[start : start + _COMMIT_SIZES[-1]], next_layer)
+
+    def _commit_some(self, layer: int, experts: list[int], next_layer: int) -> None:
+        size = next(n for n in _COMMIT_SIZES if n >= len(experts))
+        placements = self.cache.reserve_many(layer, experts, next_layer=next_layer)
+        slot_ids = [placement.slot for placement in placements]
+        arrays = [self._staged.pop((layer, expert)) for expert in experts]
+        # Writing the last one again is harmless and keeps the number of programs small.
+        pad = size - len(experts)
+        slot_ids += slot_ids[-1:] * pad
+        with self.trace.span("commits", "commit", layer=layer, experts=len(experts)):
+            self.slots, done = self._commit(
+                self.slots, np.asarray(slot_ids, np.int32), tuple(arrays + arrays[-1:] * pad)
+            )
+        self._committing.append((done, len(experts)))
+
+    def load(self, keys: Sequence[Key], *, next_layer: int) -> None:
+        """Brings `keys` into slots now: issue and commit, in as many turns as staging allows."""
+        todo = [key for key in keys if self.cache.slot_table[key] < 0]
+        step = max(1, min(_COMMIT_SIZES[-1], self.max_in_flight))
+        for start in range(0, len(todo), step):
+            part = todo[start : start + step]
+            self.issue(part, urgent=True)
+            self.commit(part, next_layer=next_layer)
+
+    def settle(self) -> None:
+        """Ends a generation, also an interrupted one: nothing stays pinned or on its way."""
+        self._staged.clear()
+        self.cache.unpin_all()
+        if self.slots.is_deleted():
+            # Interrupted between donating the buffer and receiving its successor.
+            self.slots = self._empty_slots(self.num_slots)
+            self.cache = self._new_cache(self.num_slots, self.cache.eviction)
+
+    def fill(self) -> None:
+        """Fills free slots with experts, spread evenly over the layers, before the first use."""
+        layers, experts = self.cache.slot_table.shape
+        order = ((m, e) for e in range(experts) for m in range(layers))
+        keys = [key for key in order if self.cache.slot_table[key] < 0][: self.cache.num_free]
+        begin = time.perf_counter()
+        self.load(keys, next_layer=0)
+        jax.block_until_ready(self.slots)
+        if keys:
+            self.load_ms = (time.perf_counter() - begin) * 1e3 / len(keys)

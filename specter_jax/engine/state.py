@@ -1,0 +1,39 @@
+"""The decoding state of one batch: pure data, advanced by the phases."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from specter_jax.engine.programs import Draws
+
+
+@dataclasses.dataclass
+class DecodeState:
+    """B sequences on their way.
+
+    kv: the KV pytree, shared by draft and target, valid below `lengths`;
+    lengths: int32 [B], KV entries per sequence (prompt and output but for the last token);
+    last: int32 [B], the last committed token, whose KV entry is still to be written;
+    active: bool [B], sequences that go on; draws: sampling arguments, None for greedy.
+    """
+
+    kv: tuple[Any, ...]
+    lengths: np.ndarray
+    last: np.ndarray
+    active: np.ndarray
+    draws: Draws | None
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    def commit(self, tokens: np.ndarray, num_new: np.ndarray) -> None:
+        """Takes in a verification's outcome: `tokens` int32 [B, T], of which num_new [B] count."""
+        rows = np.flatnonzero(self.active)
+        self.lengths = self.lengths.copy()
+        self.last = self.last.copy()
+        self.lengths[rows] += num_new[rows]
+        self.last[rows] = tokens[rows, num_new[rows] - 1]

@@ -1,0 +1,215 @@
+"""A loaded model: parameters and slots on the device, experts in pinned host memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from specter_jax.checkpoint import Checkpoint, open_checkpoint
+from specter_jax.config import ModelConfig
+from specter_jax.engine.context import Optimism
+from specter_jax.engine.programs import Programs, build_programs
+from specter_jax.engine.slots import SlotPool
+from specter_jax.engine.store import device_sharding, load_store
+from specter_jax.errors import BudgetError, InvalidRequestError
+from specter_jax.memory import MemoryLedger, plan_memory
+from specter_jax.offload import DEFAULT_POLICY, get_policy, make_eviction
+from specter_jax.parameter_sizes import parameter_sizes
+from specter_jax.runtime_config import RuntimeConfig
+from specter_jax.sizes import parse_size
+from specter_jax.source import resolve_checkpoint
+
+DTYPES = ("bfloat16", "float32")
+
+DEFAULT_MAX_CONTEXT = 4096
+"""Longest prompt plus output that memory is set aside for, unless the model's context is less."""
+
+Progress = Callable[[str, int, int], None]
+"""`(what, done, total)`, called while loading."""
+
+
+@dataclasses.dataclass
+class Model:
+    """What `load` returns and `generate` runs.
+
+    Attributes:
+        config: the model's architecture. params: {"shared": tree, "draft": tree} on the device.
+        pool: expert slots and transfers; it and `policy`, `optimism` carry over from one
+            generation to the next, so that a warm cache stays warm.
+        ledger: where the device's memory went. dtype: "bfloat16" or "float32", of computation.
+    """
+
+    path: Path
+    config: ModelConfig
+    params: dict[str, Any]
+    programs: Programs
+    runtime: RuntimeConfig
+    pool: SlotPool
+    ledger: MemoryLedger
+    dtype: str
+    device: jax.Device
+    policy: str
+    optimism: Optimism
+
+    def use_policy(self, name: str) -> None:
+        """Switches the policy; another one than before starts with a freshly filled cache.
+
+        Raises UnknownPolicyError.
+        """
+        spec = get_policy(name)
+        if name != self.policy:
+            self.policy = spec.name
+            self.reset_cache()
+
+    def reset_cache(self) -> None:
+        """Forgets what was learnt and fills the slots as `load` did."""
+        self.optimism = Optimism()
+        self.pool.reset(_eviction(self.config, self.policy))
+        self.pool.fill()
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    gpu_memory: str | int | None = None,
+    expert_slots: int | None = None,
+    dtype: str = "bfloat16",
+    max_context: int | None = None,
+    max_batch: int = 1,
+    cache_dir: str | os.PathLike[str] | None = None,
+    verify: str = "sizes",
+    progress: Progress | None = None,
+) -> Model:
+    """Loads a converted directory, or a Hugging Face one, which is converted once into a cache.
+
+    Args:
+        gpu_memory: device memory this model may use, such as "16GiB" or a number of bytes; what
+            the rest leaves becomes expert slots. expert_slots: their number outright. Neither:
+            every expert gets a slot.
+        dtype: "bfloat16", or "float32" to check results.
+        max_context: longest prompt plus output, tokens; memory for its KV is set aside.
+        max_batch: most prompts decoded together.
+        cache_dir: where a Hugging Face directory's conversion is kept.
+        verify: "sizes", or "checksums" to read and check every file.
+        progress: called as `(what, done, total)`.
+
+    Raises:
+        BudgetError: the budget is too small; the message says what is needed.
+        InvalidRequestError: an argument is out of range.
+        CheckpointError, ConversionError, UnsupportedModelError: the directory cannot be used.
+    """
+    if dtype not in DTYPES:
+        raise InvalidRequestError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    budget = None if gpu_memory is None else parse_size(gpu_memory)
+    directory = resolve_checkpoint(path, cache_dir=cache_dir, progress=progress)
+    checkpoint = open_checkpoint(directory, verify=verify)
+    config = checkpoint.config
+    ledger, runtime = plan(
+        checkpoint,
+        budget=budget,
+        expert_slots=expert_slots,
+        dtype=dtype,
+        max_context=max_context,
+        max_batch=max_batch,
+    )
+    device = jax.devices()[0]
+    _check_device(device, ledger)
+    params = {
+        "shared": checkpoint.load_shared(dtype, device_sharding(device)),
+        "draft": checkpoint.load_draft(device_sharding(device)),
+    }
+    experts = checkpoint.open_experts()
+    layers = config.num_moe_layers
+
+    def on_layer(done: int) -> None:
+        if progress is not None:
+            progress("experts", done, layers)
+
+    store = load_store(experts.get, layers, config.num_experts, device, on_layer)
+    pool = SlotPool(
+        store=store,
+        device=device,
+        num_slots=runtime.num_slots,
+        max_in_flight=runtime.max_in_flight,
+        eviction=_eviction(config, DEFAULT_POLICY),
+    )
+    pool.fill()
+    return Model(
+        path=directory,
+        config=config,
+        params=params,
+        programs=build_programs(config, dtype, device),
+        runtime=runtime,
+        pool=pool,
+        ledger=ledger,
+        dtype=dtype,
+        device=device,
+        policy=DEFAULT_POLICY,
+        optimism=Optimism(),
+    )
+
+
+def plan(
+    checkpoint: Checkpoint,
+    *,
+    budget: int | None,
+    expert_slots: int | None,
+    dtype: str,
+    max_context: int | None,
+    max_batch: int,
+) -> tuple[MemoryLedger, RuntimeConfig]:
+    """What a budget buys, without loading anything; raises BudgetError, InvalidRequestError."""
+    config = checkpoint.config
+    if max_batch < 1:
+        raise InvalidRequestError(f"max_batch is {max_batch}: give 1 or more")
+    if max_context is None:
+        max_context = min(config.max_context, DEFAULT_MAX_CONTEXT)
+    if not 2 <= max_context <= config.max_context:
+        raise InvalidRequestError(
+            f"max_context is {max_context}: this model takes 2 to {config.max_context} tokens"
+        )
+    itemsize = np.dtype(jax.numpy.dtype(dtype)).itemsize
+    prefill_tokens = RuntimeConfig.prefill_tokens
+    sizes = parameter_sizes(checkpoint, itemsize)
+    ledger = plan_memory(
+        config=config,
+        shared_bytes=sizes.shared_bytes,
+        draft_bytes=sizes.draft_bytes,
+        expert_bytes=sizes.expert_bytes,
+        itemsize=itemsize,
+        max_batch=max_batch,
+        max_context=max_context,
+        prefill_tokens=prefill_tokens,
+        gpu_memory=budget,
+        expert_slots=expert_slots,
+    )
+    runtime = RuntimeConfig(
+        num_slots=ledger.num_slots,
+        max_in_flight=ledger.max_in_flight,
+        max_context=max_context,
+        max_batch=max_batch,
+        prefill_tokens=prefill_tokens,
+    )
+    return ledger, runtime
+
+
+def _eviction(config: ModelConfig, policy: str):
+    return make_eviction(
+        get_policy(policy), num_layers=config.num_moe_layers, num_experts=config.num_experts
+    )
+
+
+def _check_device(device: jax.Device, ledger: MemoryLedger) -> None:
+    """Raises BudgetError before anything is loaded if the plan exceeds the device's memory."""
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is not None and ledger.total_bytes > limit:
+        raise BudgetError(
+            f"this needs {ledger.total_bytes / 2**30:.1f} GiB but {device.device_kind} offers "
+            f"{limit / 2**30:.1f} GiB: give gpu_memory or expert_slots"
+        )
