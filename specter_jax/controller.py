@@ -199,9 +199,10 @@ class DepthController:
             usual_ms = timing.tokens_per_row * self._tpot_ms(self._chosen)
             excess = timing.total_ms - usual_ms
             self._explored_ms += max(excess, 0.0)
-        self._elapsed_ms += timing.total_ms
         if self._iteration >= COLD_ITERATIONS:
             self._update_costs(timing)
+            # What was compiled along the way buys no exploration.
+            self._elapsed_ms += min(timing.total_ms, OUTLIER_FACTOR * self._cost_ms(timing.depth))
         self._iteration += 1
         if self._iteration < len(PROBES):
             self._next = self._nearest(PROBES[self._iteration])
