@@ -1,0 +1,1 @@
+"""The `specter` command: arguments are checked before JAX is loaded, errors are one line."""

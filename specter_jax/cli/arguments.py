@@ -1,0 +1,198 @@
+"""What the `specter` command accepts. Loads neither JAX nor transformers."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from specter_jax.controller import parse_depth
+from specter_jax.errors import SpecterError
+from specter_jax.offload import DEFAULT_POLICY, POLICIES, get_policy
+from specter_jax.sampling_config import SamplingConfig
+from specter_jax.sizes import parse_size
+
+EXIT_ERROR = 2
+AUTO = "auto"
+DTYPES = ("bfloat16", "float32")
+DEFAULT_NEW_TOKENS = 64
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a bad argument in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_ERROR, f"error: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `specter`; `options.command` names the module of `specter_jax.cli` to run."""
+    parser = Parser(prog="specter", description="Mixture-of-experts inference on one GPU.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_generate(commands)
+    _add_info(commands)
+    _add_profile(commands)
+    return parser
+
+
+def sampling_config(options: argparse.Namespace) -> SamplingConfig:
+    """The sampling options, checked; raises InvalidRequestError."""
+    return SamplingConfig(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
+
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser("generate", help="generate text from prompts")
+    _add_model(parser)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times"
+    )
+    source.add_argument(
+        "--prompts",
+        metavar="FILE.jsonl",
+        help='a JSON object a line, with "prompt", or "turns" of which the first is taken',
+    )
+    parser.add_argument("--max-new-tokens", type=_positive, default=DEFAULT_NEW_TOKENS, metavar="N")
+    parser.add_argument(
+        "--depth",
+        type=_checked(_depth),
+        default=AUTO,
+        metavar="K|auto",
+        help="tokens drafted before each verification, 0 to 16; 0 is plain decoding (default auto)",
+    )
+    _add_policy(parser)
+    _add_memory(parser)
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy"
+    )
+    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    sampling.add_argument("--top-k", type=int, default=0, metavar="K")
+    sampling.add_argument("--seed", type=int, default=0, metavar="S")
+    text = parser.add_argument_group("text")
+    text.add_argument("--chat", action="store_true", help="use the tokenizer's chat template")
+    text.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end the output before this text; may be given several times",
+    )
+    text.add_argument(
+        "--ignore-eos", action="store_true", help="go on after the end-of-sequence token"
+    )
+    parser.add_argument(
+        "--batch-size", type=_positive, default=1, metavar="B", help="prompts decoded together"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--json", action="store_true", help="one JSON object a prompt: text, tokens, stats"
+    )
+    output.add_argument("--stats", metavar="FILE.json", help="write the statistics")
+    output.add_argument("--trace", metavar="FILE.json", help="write a timeline for Perfetto")
+    output.add_argument("--quiet", action="store_true", help="no table of statistics")
+
+
+def _add_info(commands: Any) -> None:
+    parser = commands.add_parser("info", help="what a model is and what a memory budget buys")
+    _add_model(parser)
+    parser.add_argument(
+        "--gpu-memory", type=_checked(parse_size), metavar="SIZE", help="a budget, such as 16GiB"
+    )
+    _add_context(parser)
+    parser.add_argument("--batch-size", type=_positive, default=1, metavar="B")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0])
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+
+
+def _add_profile(commands: Any) -> None:
+    parser = commands.add_parser(
+        "profile", help="time per token, working set and acceptance over depth"
+    )
+    _add_model(parser)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompt", action="append", metavar="TEXT")
+    source.add_argument("--prompts", metavar="FILE.jsonl")
+    parser.add_argument("--max-new-tokens", type=_positive, default=DEFAULT_NEW_TOKENS, metavar="N")
+    _add_policy(parser)
+    _add_memory(parser)
+    parser.add_argument("--batch-size", type=_positive, default=1, metavar="B")
+    parser.add_argument("--json", action="store_true", help="print a JSON object, no table")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="where to draw it, .svg, .png or .pdf (default specter-profile.svg)",
+    )
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", help="a converted directory, or a Hugging Face one"
+    )
+    parser.add_argument(
+        "--cache-dir", metavar="DIR", help="where a Hugging Face model's conversion is kept"
+    )
+
+
+def _add_policy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--policy",
+        type=_checked(lambda name: get_policy(name).name),
+        default=DEFAULT_POLICY,
+        metavar="NAME",
+        help=f"one of {', '.join(POLICIES)} (default {DEFAULT_POLICY})",
+    )
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("memory")
+    budget = group.add_mutually_exclusive_group()
+    budget.add_argument(
+        "--gpu-memory", type=_checked(parse_size), metavar="SIZE", help="a budget, such as 16GiB"
+    )
+    budget.add_argument(
+        "--expert-slots", type=_positive, metavar="N", help="full-precision experts on the device"
+    )
+    group.add_argument("--dtype", choices=DTYPES, default=DTYPES[0])
+    _add_context(group)
+    group.add_argument(
+        "--verify",
+        choices=("sizes", "checksums"),
+        default="sizes",
+        help="how the model's files are checked",
+    )
+
+
+def _add_context(parser: Any) -> None:
+    parser.add_argument(
+        "--max-context", type=_positive, metavar="N", help="longest prompt and output, tokens"
+    )
+
+
+def _depth(text: str) -> int | str:
+    return text if parse_depth(text) is None else int(text)
+
+
+def _positive(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return number
+
+
+def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Keep the parser's own message, which argparse would replace."""
+
+    def checked(text: str) -> Any:
+        try:
+            return parse(text)
+        except SpecterError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return checked

@@ -1,0 +1,101 @@
+"""`specter profile`: time per token, working set and acceptance over depth; a table and a plot."""
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from specter_jax.cli.session import (
+    Progress,
+    check_model,
+    check_output,
+    load_model,
+    prepare_environment,
+    prompts_of,
+)
+from specter_jax.errors import InvalidRequestError
+from specter_jax.offload import get_policy
+from specter_jax.sizes import format_size
+
+if TYPE_CHECKING:
+    from specter_jax.profile import Profile
+
+DEFAULT_PLOT = "specter-profile.svg"
+# One of each kind of text; a profile over one kind only would say little.
+DEFAULT_PROMPTS = (
+    "The history of the city begins with a small settlement by the river, where",
+    "Question: A baker sells 24 loaves in the morning and half as many in the afternoon. "
+    "How many loaves does she sell in all?\nAnswer:",
+    'def read_lines(path):\n    """Return the lines of a file."""\n',
+)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure and report; raises SpecterError or OSError."""
+    prompts = prompts_of(options) or list(DEFAULT_PROMPTS)
+    check_model(options.model)
+    get_policy(options.policy)
+    plot = _plot_path(options.plot)
+    check_output("--plot", plot)
+    prepare_environment()
+    from specter_jax.profile import profile
+
+    options.batch_size = min(options.batch_size, len(prompts))
+    model = load_model(options)
+    with Progress() as progress:
+        measured = profile(
+            model,
+            prompts,
+            max_new_tokens=options.max_new_tokens,
+            policy=options.policy,
+            progress=progress,
+        )
+    if options.json:
+        print(json.dumps(measured.to_dict(), indent=1))
+    else:
+        _print_table(measured)
+    if plot is not None:
+        from specter_jax.plots import plot_profile
+
+        plot_profile(measured, plot)
+        print(f"plot: {plot}", file=sys.stderr)
+
+
+def _plot_path(requested: str | None) -> str | None:
+    """Where to draw; None, with a note, if nobody asked and matplotlib is missing."""
+    from specter_jax.plots import check_plot
+
+    try:
+        check_plot(requested or DEFAULT_PLOT)
+    except InvalidRequestError as error:
+        if requested:
+            raise
+        print(f"no plot: {error}", file=sys.stderr)
+        return None
+    return requested or DEFAULT_PLOT
+
+
+def _print_table(measured: "Profile") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f"{measured.family}, {measured.expert_slots} expert slots, {measured.policy}, "
+        f"{measured.device}",
+        title_justify="left",
+    )
+    headings = "depth,tpot,acceptance,tokens/iteration,experts/layer,hit rate,loaded/token"
+    for heading in headings.split(","):
+        table.add_column(heading, justify="right")
+    for point in measured.points:
+        table.add_row(
+            str(point.depth),
+            f"{point.tpot_ms:.2f} ms",
+            "-" if point.acceptance_rate is None else f"{point.acceptance_rate:.1%}",
+            f"{point.tokens_per_iteration:.2f}",
+            f"{point.experts_per_layer:.1f} of {measured.num_experts}",
+            "-" if point.hit_rate is None else f"{point.hit_rate:.1%}",
+            format_size(round(point.bytes_per_token)),
+            style="bold" if point == measured.best else "",
+        )
+    Console().print(table)

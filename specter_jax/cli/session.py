@@ -1,0 +1,90 @@
+"""What the subcommands share: the process's environment, the model, checks, progress."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specter_jax.errors import InvalidRequestError, MissingFileError
+from specter_jax.text import read_prompts
+
+if TYPE_CHECKING:
+    from specter_jax.model import Model
+
+# Set before JAX starts, unless the user did. The first lets the budget, not JAX, decide how much
+# of the device's memory is taken; the others keep compiled programs for the next run.
+ENVIRONMENT = {
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "JAX_COMPILATION_CACHE_DIR": str(Path.home() / ".cache" / "specter-jax" / "compiled"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def prepare_environment() -> None:
+    """Defaults of environment variables that JAX reads when it starts."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # Text that the terminal's encoding lacks is shown as "?", not an error.
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def check_model(path: str) -> None:
+    """Raises MissingFileError unless the model's directory is there."""
+    if not Path(path).is_dir():
+        raise MissingFileError(f"{path}: no such directory")
+
+
+def check_output(option: str, path: str | None) -> None:
+    """Raises InvalidRequestError if a file could not be written there, before any work is done."""
+    if path is None:
+        return
+    folder = Path(path).resolve().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(path).is_dir():
+        raise InvalidRequestError(f"{option} {path}: cannot be written")
+
+
+def prompts_of(options: argparse.Namespace) -> list[str]:
+    """The prompts of --prompt or --prompts; raises PromptError."""
+    return read_prompts(options.prompts) if options.prompts else list(options.prompt or ())
+
+
+def load_model(options: argparse.Namespace) -> "Model":
+    """The model with the options' budget, telling on a terminal how loading goes."""
+    from specter_jax.model import load
+
+    with Progress() as progress:
+        return load(
+            options.model,
+            gpu_memory=options.gpu_memory,
+            expert_slots=options.expert_slots,
+            dtype=options.dtype,
+            max_context=options.max_context,
+            max_batch=options.batch_size,
+            cache_dir=options.cache_dir,
+            verify=options.verify,
+            progress=progress,
+        )
+
+
+class Progress:
+    """One line on standard error that is written over; nothing where that is no terminal."""
+
+    def __init__(self) -> None:
+        self._shown = sys.stderr.isatty()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """`done` of `total` steps of `what` are finished."""
+        if self._shown:
+            print(f"\r\033[K{what} {done}/{total}", end="", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> "Progress":
+        if self._shown:
+            print("\r\033[Kloading", end="", file=sys.stderr, flush=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

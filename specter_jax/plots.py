@@ -1,0 +1,104 @@
+"""Figures, with matplotlib's object interface: no global state, no display needed.
+
+Colours are from Okabe and Ito's palette, which colour-blind readers can tell apart; lines differ by
+marker and dash as well, for print in grey.
+"""
+
+import os
+from typing import TYPE_CHECKING
+
+from specter_jax.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from specter_jax.profile import Profile
+
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#666666"
+FORMATS = ("svg", "png", "pdf")
+INSTALL_HINT = "matplotlib is not installed; install it with: pip install 'specter-jax[plots]'"
+
+
+def check_plot(path: str | os.PathLike[str]) -> None:
+    """Raises InvalidRequestError if `plot_profile` could not draw to this name."""
+    ending = os.fspath(path).rpartition(".")[2].lower()
+    if ending not in FORMATS:
+        raise InvalidRequestError(
+            f"{path}: cannot draw to this kind of file; expected .{', .'.join(FORMATS)}"
+        )
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise InvalidRequestError(INSTALL_HINT) from error
+
+
+def plot_profile(profile: "Profile", path: str | os.PathLike[str]) -> None:
+    """Draw time per token, working set and acceptance over depth to an SVG, PNG or PDF file.
+
+    Raises:
+        InvalidRequestError: another kind of file, or matplotlib is missing.
+        OSError: the file cannot be written.
+    """
+    check_plot(path)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.5, 3.4), layout="constrained")
+    time, working_set, acceptance = figure.subplots(1, 3)
+    depths = [point.depth for point in profile.points]
+    # Depths double, so they stand at equal distances.
+    places = list(range(len(depths)))
+    for axes in (time, working_set, acceptance):
+        axes.set_xticks(places, [str(depth) if depth else "0\nplain" for depth in depths])
+        axes.set_xlabel("depth (tokens drafted)")
+        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+
+    times = [point.tpot_ms for point in profile.points]
+    best = times.index(min(times))
+    time.plot(places, times, color=BLUE, marker="o")
+    time.plot(places[best], times[best], color=ORANGE, marker="*", markersize=15, linestyle="none")
+    time.annotate(
+        f"best: {depths[best]}",
+        (places[best], times[best]),
+        textcoords="offset points",
+        xytext=(0, -16),
+        ha="center",
+    )
+    time.set_ylim(0, max(times) * 1.1)
+    time.set_title("time per output token, ms")
+
+    experts = [point.experts_per_layer for point in profile.points]
+    working_set.plot(places, experts, color=GREEN, marker="s")
+    working_set.axhline(profile.num_experts, color=GREY, linestyle="--", linewidth=1)
+    working_set.annotate(
+        f"all {profile.num_experts}",
+        (0, profile.num_experts),
+        textcoords="offset points",
+        xytext=(0, 4),
+        color=GREY,
+    )
+    working_set.set_ylim(0, profile.num_experts * 1.15)
+    working_set.set_title("distinct experts per layer")
+
+    drafted = [(place, p) for place, p in zip(places, profile.points, strict=True) if p.depth]
+    rates = [(place, p.acceptance_rate) for place, p in drafted if p.acceptance_rate is not None]
+    acceptance.plot(
+        *zip(*rates, strict=True), color=ORANGE, marker="^", label="judged tokens accepted"
+    )
+    hits = [
+        (place, p.hit_rate)
+        for place, p in zip(places, profile.points, strict=True)
+        if p.hit_rate is not None
+    ]
+    acceptance.plot(
+        *zip(*hits, strict=True),
+        color=BLUE,
+        marker="o",
+        linestyle="--",
+        label="expert uses without a wait",
+    )
+    acceptance.set_ylim(0, 1.05)
+    acceptance.set_title("acceptance and hit rate")
+    acceptance.legend(frameon=False, loc="lower left", fontsize="small")
+
+    total = f"{profile.expert_slots} expert slots"
+    figure.suptitle(f"{profile.family}, {total}, {profile.policy}, {profile.device}", fontsize=10)
+    figure.savefig(path, dpi=150)
