@@ -187,7 +187,8 @@ class _Tensors:
         """Checks presence, shape and type of a tensor; returns its name in the source."""
         source = self._source
         if canonical not in self._names:
-            raise ConversionError(f"{source.where(canonical)}: tensor {canonical} is missing")
+            name = self._source_spelling(canonical)
+            raise ConversionError(f"{source.where(name)}: tensor {name} is missing")
         name = self._names[canonical]
         if source.shape(name) != tuple(shape):
             raise ConversionError(
@@ -196,6 +197,15 @@ class _Tensors:
             )
         source.dtype(name)
         self._unused.discard(canonical)
+        return name
+
+    def _source_spelling(self, canonical: str) -> str:
+        """What a missing tensor would be called beside the tensors that are there."""
+        if not any(".block_sparse_moe." in name for name in self._source.names()):
+            return canonical
+        name = canonical.replace(".mlp.", ".block_sparse_moe.")
+        for ours, theirs in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+            name = name.replace(f".{ours}.", f".{theirs}.")
         return name
 
     def check_all_used(self, config: ModelConfig) -> None:

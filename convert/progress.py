@@ -16,7 +16,7 @@ ProgressCallback = Callable[[str, int, int], None]
 
 
 class TerminalProgress:
-    """A bar on standard error while used as a context manager; nothing where that is no terminal."""
+    """A bar on standard error, as a context manager; silent where that is no terminal."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)

@@ -44,10 +44,10 @@ def plain_encode(weight: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray
 
 
 @st.composite
-def weights(draw: st.DrawFn) -> tuple[np.ndarray, int]:
+def weights(draw: st.DrawFn, fixed_shape: bool = False) -> tuple[np.ndarray, int]:
     """A bf16 matrix with zeros, negative zeros, subnormals and huge values, and a group size."""
-    group = draw(st.sampled_from([8, 16, 32, 64]))
-    groups, rows = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    group = 16 if fixed_shape else draw(st.sampled_from([8, 16, 32, 64]))
+    groups, rows = (3, 4) if fixed_shape else (draw(st.integers(1, 3)), draw(st.integers(1, 4)))
     seed = draw(st.integers(0, 2**32 - 1))
     rng = np.random.default_rng(seed)
     weight = rng.standard_normal((rows, groups * group)) * 10.0 ** draw(st.integers(-30, 30))
@@ -73,13 +73,13 @@ def test_encoding_equals_the_plain_model(case: tuple[np.ndarray, int]) -> None:
     expected_codes, expected_scales, expected_table = plain_encode(weight, group)
     np.testing.assert_array_equal(unpack_codes(codes), expected_codes)
     np.testing.assert_array_equal(scales.astype(np.float64), expected_scales)
-    # The quotients are float32, the plain model's float64: half a unit in the last place each. With
-    # a subnormal scale float32 quotients are still exact to that.
-    np.testing.assert_allclose(table, expected_table, rtol=2e-7)
+    # The quotients are float32, the plain model's float64: half a unit in the last place each, or
+    # half the smallest subnormal number.
+    np.testing.assert_allclose(table, expected_table, rtol=2e-7, atol=1.5e-45)
 
 
 @settings(max_examples=25, deadline=None)
-@given(weights())
+@given(weights(fixed_shape=True))  # one shape, for every new one is compiled anew
 def test_decoding_in_jax_equals_decoding_in_numpy(case: tuple[np.ndarray, int]) -> None:
     weight, group = case
     codes, scales, table = encode(weight, group)
