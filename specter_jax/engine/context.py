@@ -1,4 +1,4 @@
-"""What every phase of an iteration shares: the model on the device, the slots, the policy, the books."""
+"""What every phase of an iteration shares: the model on the device, slots, policy, books."""
 
 from __future__ import annotations
 

@@ -79,6 +79,8 @@ def run_layers(
         ahead = _LookAhead(ctx, run, m, next_experts)
         misses_before = ctx.recorder.demand_misses
         hidden = _apply_experts(ctx, params, m, routed, needed, run, ahead)
+        # Slot writes have freed staging buffers by now.
+        ahead.top_up()
         waiting = ctx.recorder.demand_misses > misses_before
         if run.resident_before is not None:
             ctx.eviction.observe_layer(m, needed)
@@ -108,7 +110,7 @@ class _LookAhead:
     def top_up(self) -> None:
         """Issues guesses as far as staging buffers are free."""
         pool = self._ctx.pool
-        if self._predicted is None or pool.in_flight >= pool.max_in_flight:
+        if self._predicted is None or not pool.free_buffers():
             return
         keys = plan_loads(
             self._predicted,

@@ -95,6 +95,11 @@ class SlotPool:
         """Staging buffers that may still be occupied."""
         return len(self._staged) + sum(count for _, count in self._committing)
 
+    def free_buffers(self) -> int:
+        """Staging buffers free now."""
+        self._reap(block=False)
+        return max(0, self.max_in_flight - self.in_flight)
+
     def is_staged(self, layer: int, expert: int) -> bool:
         """Whether the expert is on its way, or arrived but not written to a slot."""
         return (layer, expert) in self._staged
