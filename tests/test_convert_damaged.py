@@ -142,7 +142,10 @@ BF16_DOWN = bfloat16({"": np.ones((64, 32))})[""]
         ({DOWN: BF16_DOWN.astype(np.float32)}, (DOWN, "float32", "--dtype")),
         ({"model.layers.2.mlp.bonus": BF16_DOWN}, ("mlp.bonus", "not part of a deepseek_v2")),
         ({DOWN: np.full_like(BF16_DOWN, np.nan)}, (DOWN, "NaN")),
-        ({"model.norm.weight": np.full_like(BF16_DOWN[:, 0], np.inf)}, ("model.norm.weight", "infinity")),
+        (
+            {"model.norm.weight": np.full_like(BF16_DOWN[:, 0], np.inf)},
+            ("model.norm.weight", "infinity"),
+        ),
     ],
 )
 def test_wrong_tensor_is_named(
@@ -172,7 +175,9 @@ def test_wrong_fused_tensor_is_named(
 ) -> None:
     tensors = fused(HF_CONFIG, converted_tensors())
     full_name = f"model.layers.2.mlp.experts.{name}"
-    for number, changed in enumerate((None, tensors[full_name][:7], np.full_like(tensors[full_name], np.nan))):
+    for number, changed in enumerate(
+        (None, tensors[full_name][:7], np.full_like(tensors[full_name], np.nan))
+    ):
         case = {**tensors, full_name: changed}
         source = tmp_path / f"{number}" / "source"
         source.parent.mkdir()
