@@ -8,8 +8,8 @@ from jax import lax
 
 from pallas_kernels.constants import NOT_RESIDENT
 
-MIN_ROWS = 2
-"""XLA sums a one-row product in another order than a product of two or more rows."""
+ROW_BLOCK = 8
+"""Rows of one product. Fixed, because XLA's order of summation depends on the number of rows."""
 
 
 def expert_ffn(
@@ -37,44 +37,55 @@ def expert_ffn(
     if accumulate is None:
         accumulate = jnp.zeros((rows, hidden), jnp.float32)
     num_experts = slot_row.shape[0]
-    padding = max(MIN_ROWS - rows, 0)
-    x = jnp.pad(x.astype(compute_dtype), ((0, padding), (0, 0)))
-    experts = jnp.pad(experts, ((0, padding), (0, 0)), constant_values=num_experts)
-    weights = jnp.pad(weights.astype(jnp.float32), ((0, padding), (0, 0)))
-    accumulate = jnp.pad(accumulate, ((0, padding), (0, 0)))
+    padding = ((0, -rows % ROW_BLOCK), (0, 0))
+    x = jnp.pad(x.astype(compute_dtype), padding)
+    experts = jnp.pad(experts, padding, constant_values=num_experts)
+    weights = jnp.pad(weights.astype(jnp.float32), padding)
+    accumulate = jnp.pad(accumulate, padding)
 
     ids = jnp.arange(num_experts, dtype=experts.dtype)
-    used = (experts[..., None] == ids).any((0, 1)) & (slot_row != NOT_RESIDENT)
-    # Needed ids first, ascending; the loop runs over those only.
-    order = jnp.argsort(~used, stable=True).astype(jnp.int32)
+    resident = slot_row != NOT_RESIDENT
+    order, num_used = _true_first((experts[..., None] == ids).any((0, 1)) & resident)
 
     def add_expert(i: jax.Array, total: jax.Array) -> jax.Array:
         expert = order[i]
         packed = lax.dynamic_index_in_dim(slots, slot_row[expert], keepdims=False)
-        output = gated_ffn(x, packed, compute_dtype)
+        gate_up, down = _unpack(packed.astype(compute_dtype), hidden)
         chosen = experts == expert
         weight = jnp.where(chosen, weights, 0.0).sum(-1, keepdims=True)
-        return jnp.where(chosen.any(-1, keepdims=True), total + weight * output, total)
+        row_chosen = chosen.any(-1, keepdims=True)
+        blocks, num_blocks = _true_first(row_chosen.reshape(-1, ROW_BLOCK).any(-1))
 
-    total = lax.fori_loop(0, used.sum(dtype=jnp.int32), add_expert, accumulate)
-    return total[:rows]
+        def add_block(j: jax.Array, total: jax.Array) -> jax.Array:
+            def rows_of(array: jax.Array) -> jax.Array:
+                return lax.dynamic_slice_in_dim(array, blocks[j] * ROW_BLOCK, ROW_BLOCK)
+
+            output = rows_of(weight) * _gated(rows_of(x), gate_up, down)
+            old = rows_of(total)
+            new = jnp.where(rows_of(row_chosen), old + output, old)
+            return lax.dynamic_update_slice_in_dim(total, new, blocks[j] * ROW_BLOCK, 0)
+
+        return lax.fori_loop(0, num_blocks, add_block, total)
+
+    return lax.fori_loop(0, num_used, add_expert, accumulate)[:rows]
 
 
-def gated_ffn(
-    x: jax.Array, packed: jax.Array, compute_dtype: jax.typing.DTypeLike = jnp.float32
-) -> jax.Array:
-    """One expert's `down(silu(gate(x)) * up(x))`.
+def _true_first(flags: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Indices of a bool vector, those of true entries first and ascending; and their number."""
+    return jnp.argsort(~flags, stable=True).astype(jnp.int32), flags.sum(dtype=jnp.int32)
 
-    x: [rows, hidden]. packed: [3 * inner * hidden]. Returns float32 [rows, hidden].
-    """
-    hidden = x.shape[1]
+
+def _unpack(packed: jax.Array, hidden: int) -> tuple[jax.Array, jax.Array]:
+    """[3 * inner * hidden] -> gate_up [2 * inner, hidden] and down [hidden, inner]."""
     inner = packed.shape[0] // (3 * hidden)
-    gate_up = packed[: 2 * inner * hidden].reshape(2 * inner, hidden)
-    down = packed[2 * inner * hidden :].reshape(hidden, inner)
-    both = _product(x.astype(compute_dtype), gate_up.astype(compute_dtype))
-    gate, up = both[:, :inner], both[:, inner:]
-    active = (jax.nn.silu(gate) * up).astype(compute_dtype)
-    return _product(active, down.astype(compute_dtype))
+    gate_up, down = jnp.split(packed, [2 * inner * hidden])
+    return gate_up.reshape(2 * inner, hidden), down.reshape(hidden, inner)
+
+
+def _gated(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+    """`down(silu(gate(x)) * up(x))`: [rows, hidden] -> float32 [rows, hidden]."""
+    gate, up = jnp.split(_product(x, gate_up), 2, axis=1)
+    return _product((jax.nn.silu(gate) * up).astype(x.dtype), down)
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:

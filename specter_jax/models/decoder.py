@@ -20,6 +20,7 @@ from pallas_kernels.expert_ffn import expert_ffn
 from specter_jax.config import ModelConfig
 from specter_jax.models.attention_gqa import GroupedQueryAttention
 from specter_jax.models.attention_mla import LatentAttention
+from specter_jax.models.blocks import run_over_tokens
 from specter_jax.models.kv import KVLayer, token_positions
 from specter_jax.models.linear import Linear
 from specter_jax.models.mlp import GatedMLP
@@ -156,19 +157,29 @@ def route_layer(
     layer_params: `params["shared"]["layers_XX"]` of this layer. kv_layer: see `kv.init_kv`;
     entries lengths[b]..lengths[b]+tokens-1 are overwritten. hidden: [batch, tokens, hidden].
     lengths: int32 [batch]. token_mask: bool [batch, tokens], false for padding. next_router: the
-    next MoE layer's parameters, to predict its choice, or None. prompt: static; see
-    `lengths_seen`.
+    next MoE layer's parameters, to predict its choice, or None. prompt: static, true where the
+    tokens are a prompt: rotation then goes by its last position (`lengths_seen`), and the tokens
+    run at once rather than in blocks (`blocks.py`). Pass the same to `close_layer`.
     """
     seen = lengths_seen(config, lengths, token_mask, prompt=prompt)
-    block = MoEBlock(config, layer)
-    routed, kv_layer = block.apply(
-        {"params": layer_params}, hidden, kv_layer, lengths, seen, method="route"
-    )
+
+    def body(offset: jax.Array, kv: KVLayer, block: Any) -> tuple[KVLayer, Routed]:
+        hidden, seen = block
+        moe = MoEBlock(config, layer)
+        variables = {"params": layer_params}
+        routed, kv = moe.apply(variables, hidden, kv, lengths + offset, seen, method="route")
+        if next_router is not None:
+            variables = {"params": next_router}
+            predicted = moe.apply(variables, routed.residual, method="predict")
+            routed = routed.replace(next_experts=predicted)
+        return kv, routed
+
+    kv_layer, routed = run_over_tokens(body, kv_layer, (hidden, seen), token_mask, at_once=prompt)
     mask = token_mask[..., None]
     routed = routed.replace(experts=jnp.where(mask, routed.experts, config.no_expert))
     if next_router is not None:
-        predicted = block.apply({"params": next_router}, routed.residual, method="predict")
-        routed = routed.replace(next_experts=jnp.where(mask, predicted, config.no_expert))
+        predicted = jnp.where(mask, routed.next_experts, config.no_expert)
+        routed = routed.replace(next_experts=predicted)
     return routed, kv_layer
 
 
@@ -203,14 +214,25 @@ def accumulate_experts(
 
 
 def close_layer(
-    config: ModelConfig, layer_params: LayerParams, routed: Routed, accumulated: jax.Array
+    config: ModelConfig,
+    layer_params: LayerParams,
+    routed: Routed,
+    accumulated: jax.Array,
+    *,
+    prompt: bool = False,
 ) -> jax.Array:
     """The part of an MoE layer after its experts: shared expert and residual.
 
     accumulated: float32 [batch, tokens, hidden]. Returns the next layer's hidden state.
     """
-    block = MoEBlock(config, config.moe_layers[0])
-    return block.apply({"params": layer_params}, routed, accumulated, method="close")
+    moe = MoEBlock(config, config.moe_layers[0])
+
+    def body(_: jax.Array, state: None, block: Any) -> tuple[None, jax.Array]:
+        return state, moe.apply({"params": layer_params}, *block, method="close")
+
+    token_mask = (routed.experts != config.no_expert).any(-1)
+    routed = routed.replace(next_experts=None)
+    return run_over_tokens(body, None, (routed, accumulated), token_mask, at_once=prompt)[1]
 
 
 def finish_layer(
@@ -219,6 +241,8 @@ def finish_layer(
     routed: Routed,
     slots: jax.Array,
     slot_row: jax.Array,
+    *,
+    prompt: bool = False,
 ) -> jax.Array:
     """Routed experts, shared expert and residual: `close_layer` of `accumulate_experts`.
 
@@ -226,7 +250,7 @@ def finish_layer(
     """
     accumulated = accumulate_experts(config, routed, slots, slot_row)
     accumulated = jax.lax.optimization_barrier(accumulated)
-    return close_layer(config, layer_params, routed, accumulated)
+    return close_layer(config, layer_params, routed, accumulated, prompt=prompt)
 
 
 def dense_layer(
@@ -242,5 +266,12 @@ def dense_layer(
 ) -> tuple[jax.Array, KVLayer]:
     """Decoder layer `layer`, which has no routed experts. Arguments as in `route_layer`."""
     seen = lengths_seen(config, lengths, token_mask, prompt=prompt)
-    block = DenseBlock(config, layer)
-    return block.apply({"params": layer_params}, hidden, kv_layer, lengths, seen)
+
+    def body(offset: jax.Array, kv: KVLayer, block: Any) -> tuple[KVLayer, jax.Array]:
+        hidden, seen = block
+        dense = DenseBlock(config, layer)
+        hidden, kv = dense.apply({"params": layer_params}, hidden, kv, lengths + offset, seen)
+        return kv, hidden
+
+    kv_layer, hidden = run_over_tokens(body, kv_layer, (hidden, seen), token_mask, at_once=prompt)
+    return hidden, kv_layer

@@ -84,7 +84,7 @@ def verify(
         config, params, kv, slots, slot_table, tokens, lengths, token_mask, prompt=False
     )
     return outputs.replace(
-        logits=head(config, params["shared"], hidden),
+        logits=head(config, params["shared"], hidden, token_mask),
         hidden=outputs.hidden if keep_hidden else None,
     ), kv
 
@@ -124,8 +124,6 @@ def last_logits(
     hidden: [batch, tokens, hidden]. last: int32 [batch]. Returns float32 [batch, vocab].
     """
     picked = jnp.take_along_axis(hidden, last[:, None, None].astype(jnp.int32), axis=1)
-    # Two rows at least, so that the sums are those of `verify` (see `expert_ffn.MIN_ROWS`).
-    picked = jnp.concatenate((picked, picked), axis=1)
     return head(config, shared, picked)[:, 0]
 
 
@@ -155,7 +153,8 @@ def _target(
         entering.append(hidden)
         routed, layers[layer] = optimization_barrier(route_layer(*args, prompt=prompt))
         total = optimization_barrier(accumulate_experts(config, routed, slots, slot_row))
-        hidden = optimization_barrier(close_layer(config, weights, routed, total))
+        closed = close_layer(config, weights, routed, total, prompt=prompt)
+        hidden = optimization_barrier(closed)
         experts.append(routed.experts)
         misses.append(count_misses(config, routed.experts, slot_row))
     outputs = VerifyOutputs(

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from specter_jax.config import ModelConfig
+from specter_jax.models.blocks import run_over_tokens
 from specter_jax.models.linear import Embedding, Linear
 from specter_jax.models.norms import make_norm
 
@@ -71,6 +72,20 @@ def embed(
     return outer.apply(variables, tokens, method="embed_tokens").astype(dtype)
 
 
-def head(config: ModelConfig, shared: Mapping[str, Any], hidden: jax.Array) -> jax.Array:
-    """Final norm and head: hidden [batch, tokens, hidden] -> float32 [batch, tokens, vocab]."""
-    return Outer(config).apply({"params": shared["outer"]}, hidden, method="head")
+def head(
+    config: ModelConfig,
+    shared: Mapping[str, Any],
+    hidden: jax.Array,
+    token_mask: jax.Array | None = None,
+) -> jax.Array:
+    """Final norm and head: hidden [batch, tokens, hidden] -> float32 [batch, tokens, vocab].
+
+    token_mask: bool [batch, tokens] or None for all. Logits of masked tokens mean nothing.
+    """
+    if token_mask is None:
+        token_mask = jnp.ones(hidden.shape[:2], bool)
+
+    def body(_: jax.Array, state: None, block: jax.Array) -> tuple[None, jax.Array]:
+        return state, Outer(config).apply({"params": shared["outer"]}, block, method="head")
+
+    return run_over_tokens(body, None, hidden, token_mask)[1]
