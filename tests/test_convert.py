@@ -48,7 +48,7 @@ def test_conversion_is_reproducible_to_the_byte(tmp_path: Path) -> None:
     assert digests(first) == digests(second)
 
 
-@pytest.mark.parametrize("family", FAMILY_FIELDS)
+@pytest.mark.parametrize("family", ["deepseek_v2", "mixtral"])
 def test_fused_and_single_file_sources_give_the_same_weights(tmp_path: Path, family: str) -> None:
     config = tiny_config(family)
     tensors = bfloat16(random_tensors(config))
