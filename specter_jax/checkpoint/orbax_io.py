@@ -9,6 +9,8 @@ constants.
 import contextlib
 import json
 import logging
+import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import numpy as np
 from specter_jax.errors import CheckpointError
 
 _CHUNK_BYTES = 16 << 20
+_LATE_READS_SECONDS = 0.2
 
 Tree = dict[str, Any]
 
@@ -85,8 +88,9 @@ def load_tree(path: Path) -> Tree:
     """
     import orbax.checkpoint as ocp
 
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
     try:
-        with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as reader:
+        with _quiet(), _late_reads_ignored(), ocp.Checkpointer(handler) as reader:
             tree = reader.restore(path.absolute(), args=_numpy_restore(reader, path))
     except Exception as error:  # Orbax raises many types, some of them its own
         raise CheckpointError(
@@ -94,6 +98,29 @@ def load_tree(path: Path) -> Tree:
             "convert the model again"
         ) from error
     return tree
+
+
+@contextlib.contextmanager
+def _late_reads_ignored() -> Iterator[None]:
+    """Keeps the end of reads that a failed one leaves behind from printing tracebacks.
+
+    Orbax reads all arrays at once in an event loop and closes it at the first failure. Each read
+    that ends later finds the loop closed, which Python reports on standard error.
+    """
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            before(unraisable)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    except Exception:
+        time.sleep(_LATE_READS_SECONDS)
+        raise
+    finally:
+        sys.unraisablehook = before
 
 
 def _first_line(error: Exception) -> str:
