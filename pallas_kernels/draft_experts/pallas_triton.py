@@ -1,0 +1,429 @@
+"""Triton kernels: INT4 experts times activations rounded to 8 bits, in exact integer products.
+
+The arithmetic is chosen so that decoding costs little more than one instruction a weight; at the
+memory's full speed there is time for about two integer instructions. Per word of 8 weights:
+
+- a mask and a shift leave two sets of four 3-bit selectors; two byte permutes look up the eight
+  magnitudes in a table of eight bytes;
+- two more permutes spread the eight sign bits over eight bytes, two exclusive-ors apply them;
+- two 4-way byte products (`dp4a`) multiply with the activations and add.
+
+A table byte m stands for the magnitude `(m + 1/2) * step`, `step = largest entry / 127.5`. Negating
+is then flipping all bits: `~m + 1/2 = -(m + 1/2)`. The halves add up to half the sum of the
+activations, a number per block that is added once. Rounding the table costs at most 0.4 % of its
+largest entry, rounding activations per block of 32 (hidden) or 16 (inner) inputs about 0.5 % of
+their root mean square; the 4-bit weights themselves are off by about 11 %.
+
+Two kernels. `gate_up` reads x, rounds it, and leaves `silu(gate) * up` rounded per 16 values, with
+the routing weight and the down projection's step inside the block scales. `down` sums over the k
+choices of a row in their given order. Nothing is summed across programs, so results repeat
+exactly.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.draft_experts.config import DraftExpertsConfig
+
+WORD_INPUTS = 8
+X_BLOCK_WORDS = 4
+"""Words of gate and up inputs that share an activation scale."""
+H_BLOCK = 16
+"""Inner activations that share a scale; also the least rows of a gate_up program."""
+_H_BLOCK_WORDS = H_BLOCK // WORD_INPUTS
+_LANE_WORDS = 4  # words of one 16-byte load
+_GROUP_ROWS = 8  # rows that one warp reads at once
+_ROUND = 12582912.0
+_ROUND_BITS = 0x4B400000  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits
+
+_WORD_PRODUCT_ASM = """
+{
+  .reg .b32 sel, hi, m0, m1, s, n0, n1, p;
+  and.b32 sel, $1, 0x77777777;
+  shr.u32 hi, sel, 16;
+  prmt.b32 m0, $4, $5, sel;
+  prmt.b32 m1, $4, $5, hi;
+  shl.b32 s, $1, 4;
+  prmt.b32 n0, s, $1, 0xD9C8;
+  prmt.b32 n1, s, $1, 0xFBEA;
+  xor.b32 m0, m0, n0;
+  xor.b32 m1, m1, n1;
+  dp4a.s32.s32 p, m0, $2, 0;
+  dp4a.s32.s32 $0, m1, $3, p;
+}
+"""
+
+
+def _word_product(words, x_low, x_high, table_low, table_high, interpret):
+    """Sum over each word's 8 weights of `sign(m + 1/2) - 1/2` times activation, int32.
+
+    words, x_low, x_high: int32, same shape; activations of inputs 0..3 and 4..7 as signed bytes.
+    table_low, table_high: int32 scalars, magnitude bytes of buckets 0..3 and 4..7.
+    """
+    if not interpret:
+        args = [
+            words,
+            x_low,
+            x_high,
+            jnp.broadcast_to(table_low, words.shape),
+            jnp.broadcast_to(table_high, words.shape),
+        ]
+        [out] = plgpu.elementwise_inline_asm(
+            _WORD_PRODUCT_ASM,
+            args=args,
+            constraints="=r,r,r,r,r,r",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.int32)],
+        )
+        return out
+    total = jnp.zeros(words.shape, jnp.int32)
+    for j in range(WORD_INPUTS):
+        bucket = (words >> (4 * j)) & 7
+        table = jnp.where(bucket < 4, table_low, table_high)
+        magnitude = (table >> (8 * (bucket & 3))) & 0xFF
+        signed = jnp.where((words >> (4 * j + 3)) & 1 != 0, ~magnitude, magnitude)
+        byte = 8 * (j % 4)
+        activation = ((x_low if j < 4 else x_high) << (24 - byte)) >> 24
+        total += signed * activation
+    return total
+
+
+def _fma(a, b, c, interpret):
+    """a * b + c, float32, same shapes, in one instruction: the compiler may not contract them."""
+    if interpret:
+        return a * b + c
+    [out] = plgpu.elementwise_inline_asm(
+        "fma.rn.f32 $0, $1, $2, $3;",
+        args=[a, b, c],
+        constraints="=f,f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(a.shape, jnp.float32)],
+    )
+    return out
+
+
+def _round_blocks(values, interpret):
+    """Rounds float32 [blocks, width] to signed bytes, one scale a block, largest to 127.
+
+    Returns low, high: int32 [blocks * width / 8], bytes of inputs 0..3 and 4..7 of each word;
+    scale and half_sum (half the sum of the block's integers): float32 [blocks].
+    """
+    blocks, width = values.shape
+    largest = jnp.max(jnp.abs(values), axis=1)
+    inverse = jnp.where(largest > 0, 127 / largest, 0.0)
+    inverse = jnp.broadcast_to(inverse[:, None], values.shape)
+    shifted = _fma(values, inverse, jnp.full(values.shape, _ROUND), interpret)
+    integers = lax.bitcast_convert_type(shifted, jnp.int32)
+    half_sum = 0.5 * jnp.sum(integers - _ROUND_BITS, axis=1).astype(jnp.float32)
+    integers = (integers & 0xFF).reshape(blocks * width // WORD_INPUTS, 2, 4)
+    shift = 8 * lax.broadcasted_iota(jnp.int32, integers.shape, 2)
+    halves = jnp.sum(integers << shift, axis=2)
+    is_high = lax.broadcasted_iota(jnp.int32, halves.shape, 1) == 1
+    low = jnp.sum(jnp.where(is_high, 0, halves), axis=1)
+    high = jnp.sum(jnp.where(is_high, halves, 0), axis=1)
+    return low, high, largest * (1 / 127), half_sum
+
+
+def _index(shape, axis, start=0, step=1):
+    """start + step * (position along axis), int32 `shape`."""
+    return start + step * lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def _pieces(num_words: int, widest: int) -> list[tuple[int, int]]:
+    """(start, width) pieces of a row, widths powers of two: 176, 128 -> 128 + 32 + 16."""
+    pieces, start = [], 0
+    while start < num_words:
+        width = min(widest, 1 << ((num_words - start).bit_length() - 1))
+        pieces.append((start, width))
+        start += width
+    return pieces
+
+
+def _gate_up_kernel(
+    x_ref,
+    experts_ref,
+    weights_ref,
+    codes_ref,
+    scales_ref,
+    bytes_ref,
+    steps_ref,
+    low_ref,
+    high_ref,
+    scale_ref,
+    offset_ref,
+    *,
+    num_experts,
+    num_choices,
+    inner,
+    group,
+    config,
+    interpret,
+):
+    """One choice (row, expert) and `config.gate_up_rows` inner positions.
+
+    Codes are read as tiles [chunks, rows, chunk words]: a warp reads full lines of several rows,
+    and a thread keeps several chunks of the same row, so that most of a sum stays in the thread.
+    """
+    choice, block = pl.program_id(0), pl.program_id(1)
+    rows, chunk = config.gate_up_rows, config.gate_up_chunk_words
+    row, slot = choice // num_choices, choice % num_choices
+    expert = experts_ref[row, slot]
+    first = block * rows
+    blocks_out = pl.ds(block * (rows // H_BLOCK), rows // H_BLOCK)
+
+    @pl.when(expert < num_experts)
+    def _():
+        pieces = _pieces(codes_ref.shape[2], config.gate_up_words)
+        words, scales = {}, {}
+
+        def read(start, width):
+            tile = (width // chunk, rows, chunk)
+            lanes = (width // chunk, rows, chunk // X_BLOCK_WORDS)
+            for side in (0, 1):
+                words[start, side] = plgpu.load(
+                    codes_ref.at[
+                        expert,
+                        _index(tile, 1, first + side * inner),
+                        _index(tile, 0, start, chunk) + _index(tile, 2),
+                    ],
+                    eviction_policy=config.eviction_policy,
+                )
+                scales[start, side] = plgpu.load(
+                    scales_ref.at[
+                        expert,
+                        _index(lanes, 1, first + side * inner),
+                        (_index(lanes, 0, start, chunk) + _index(lanes, 2, 0, X_BLOCK_WORDS))
+                        // (group // WORD_INPUTS),
+                    ],
+                )
+
+        for piece in pieces[: config.gate_up_ahead]:
+            read(*piece)
+        sums = [jnp.zeros((rows,), jnp.float32)] * 2
+        for number, (start, width) in enumerate(pieces):
+            for piece in pieces[number + config.gate_up_ahead :][:1]:
+                read(*piece)
+            tile = (width // chunk, rows, chunk)
+            lanes = (width // chunk, rows, chunk // X_BLOCK_WORDS)
+            flat = (width // X_BLOCK_WORDS, X_BLOCK_WORDS * WORD_INPUTS)
+            x = plgpu.load(
+                x_ref.at[row, _index(flat, 0, start * WORD_INPUTS, flat[1]) + _index(flat, 1)]
+            )
+            low, high, x_scale, half_sum = _round_blocks(x.astype(jnp.float32), interpret)
+            low, high = (jnp.broadcast_to(v.reshape(tile[0], 1, chunk), tile) for v in (low, high))
+            offset = (half_sum * x_scale).reshape(lanes[0], 1, lanes[2])
+            x_scale = x_scale.reshape(lanes[0], 1, lanes[2])
+            x_scale, offset = (jnp.broadcast_to(v, lanes) for v in (x_scale, offset))
+            for side in (0, 1):
+                product = _word_product(
+                    words[start, side],
+                    low,
+                    high,
+                    bytes_ref[expert, side, 0],
+                    bytes_ref[expert, side, 1],
+                    interpret,
+                )
+                product = jnp.sum(product.reshape(*lanes, X_BLOCK_WORDS), axis=3)
+                value = _fma(product.astype(jnp.float32), x_scale, offset, interpret)
+                value *= scales[start, side].astype(jnp.float32)
+                sums[side] += jnp.sum(jnp.sum(value, axis=0), axis=1)
+        gate, up = (total * steps_ref[expert, side] for side, total in enumerate(sums))
+        active = gate / (1 + jnp.exp(-gate)) * up
+        low, high, h_scale, half_sum = _round_blocks(
+            active.reshape(rows // H_BLOCK, H_BLOCK), interpret
+        )
+        h_scale *= steps_ref[expert, 2] * weights_ref[row, slot]
+        words_out = pl.ds(block * (rows // WORD_INPUTS), rows // WORD_INPUTS)
+        plgpu.store(low_ref.at[choice, words_out], low)
+        plgpu.store(high_ref.at[choice, words_out], high)
+        plgpu.store(scale_ref.at[choice, blocks_out], h_scale)
+        plgpu.store(offset_ref.at[choice, blocks_out], h_scale * half_sum)
+
+    @pl.when(expert >= num_experts)
+    def _():
+        nothing = jnp.zeros((rows // H_BLOCK,), jnp.float32)
+        plgpu.store(scale_ref.at[choice, blocks_out], nothing)
+        plgpu.store(offset_ref.at[choice, blocks_out], nothing)
+
+
+def _down_kernel(
+    experts_ref,
+    low_ref,
+    high_ref,
+    scale_ref,
+    offset_ref,
+    codes_ref,
+    scales_ref,
+    bytes_ref,
+    out_ref,
+    *,
+    num_experts,
+    num_choices,
+    group,
+    config,
+    interpret,
+):
+    """One row and `config.down_rows` outputs, over all of the row's choices.
+
+    The choices' inner positions are laid end to end and cut into chunks; codes are read as tiles
+    [row groups, chunks, 8 rows, chunk words]. A choice that selects nothing has scales of 0 and
+    reads some expert's codes for nothing.
+    """
+    row, block = pl.program_id(0), pl.program_id(1)
+    rows, chunk = config.down_rows, config.down_chunk_words
+    first = block * rows
+    groups = rows // _GROUP_ROWS
+    expert_chunks = codes_ref.shape[2] // chunk
+    chunk_lanes, chunk_blocks = chunk // _LANE_WORDS, chunk // _H_BLOCK_WORDS
+    chosen = [jnp.minimum(experts_ref[row, slot], num_experts - 1) for slot in range(num_choices)]
+
+    def expert_of(slot):
+        expert = jnp.full(slot.shape, chosen[0], jnp.int32)
+        for candidate in range(1, num_choices):
+            expert = jnp.where(slot == candidate, chosen[candidate], expert)
+        return expert
+
+    pieces = _pieces(num_choices * expert_chunks, config.down_chunks)
+    words, scales = {}, {}
+    for start, width in pieces:
+        tile = (groups, width, _GROUP_ROWS, chunk)
+        position = _index((1, width, 1, 1), 1, start)
+        expert = expert_of(position // expert_chunks)
+        column = (position % expert_chunks) * chunk
+        line = first + _index(tile, 0, 0, _GROUP_ROWS) + _index(tile, 2)
+        words[start] = plgpu.load(
+            codes_ref.at[
+                jnp.broadcast_to(expert, tile),
+                line,
+                jnp.broadcast_to(column, tile) + _index(tile, 3),
+            ],
+            eviction_policy=config.eviction_policy,
+        )
+        lanes = (*tile[:3], chunk_lanes)
+        line = first + _index(lanes, 0, 0, _GROUP_ROWS) + _index(lanes, 2)
+        scales[start] = plgpu.load(
+            scales_ref.at[
+                jnp.broadcast_to(expert, lanes),
+                line,
+                (jnp.broadcast_to(column, lanes) + _index(lanes, 3, 0, _LANE_WORDS))
+                // (group // WORD_INPUTS),
+            ]
+        )
+    total = jnp.zeros((rows,), jnp.float32)
+    for start, width in pieces:
+        tile = (groups, width, _GROUP_ROWS, chunk)
+        expert = expert_of(_index((width,), 0, start) // expert_chunks)
+        tables = [
+            jnp.broadcast_to(bytes_ref[expert, 2, half].reshape(1, width, 1, 1), tile)
+            for half in (0, 1)
+        ]
+        inputs = (width * chunk,)
+        # Rows of low and high are choices, so a row's choices lie end to end.
+        word = row * (num_choices * expert_chunks * chunk) + start * chunk + _index(inputs, 0)
+        low, high = (
+            jnp.broadcast_to(plgpu.load(ref.at[word]).reshape(1, width, 1, chunk), tile)
+            for ref in (low_ref, high_ref)
+        )
+        product = _word_product(words[start], low, high, *tables, interpret)
+        by_block = (*tile[:3], chunk_blocks)
+        product = jnp.sum(product.reshape(*by_block, _H_BLOCK_WORDS), axis=4)
+        blocks = (width * chunk_blocks,)
+        h_block = (row * num_choices * expert_chunks + start) * chunk_blocks + _index(blocks, 0)
+        h_scale, offset = (
+            jnp.broadcast_to(
+                plgpu.load(ref.at[h_block]).reshape(1, width, 1, chunk_blocks), by_block
+            )
+            for ref in (scale_ref, offset_ref)
+        )
+        value = _fma(product.astype(jnp.float32), h_scale, offset, interpret)
+        value = jnp.sum(value.reshape(*tile[:3], chunk_lanes, 2), axis=4)
+        value *= scales[start].astype(jnp.float32)
+        value = jnp.sum(jnp.sum(value, axis=1), axis=2)
+        total += value.reshape(rows)
+    plgpu.store(out_ref.at[row, pl.ds(first, rows)], total)
+
+
+def pack_tables(tables: jax.Array) -> dict[str, jax.Array]:
+    """The kernels' form of the magnitude tables; worth keeping beside the codes.
+
+    tables: float32 [num_experts, 3, 8]. Returns `table_bytes` int32 [num_experts, 3, 2], bytes of
+    buckets 0..3 and 4..7, and `table_steps` float32 [num_experts, 3]: entry b is about
+    `(byte b + 1/2) * step`.
+    """
+    steps = jnp.maximum(tables.max(-1), 1e-30) / 127.5
+    # An entry is at most 127.5 steps; truncating rounds to the nearest number and a half.
+    numbers = jnp.clip((tables / steps[..., None]).astype(jnp.int32), 0, 127)
+    shifts = 8 * jnp.arange(4, dtype=jnp.int32)
+    packed = (numbers.reshape(*steps.shape, 2, 4) << shifts).sum(-1, dtype=jnp.int32)
+    return {"table_bytes": packed, "table_steps": steps}
+
+
+def draft_experts(
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    layer: Mapping[str, jax.Array],
+    *,
+    config: DraftExpertsConfig,
+    interpret: bool = False,
+) -> jax.Array:
+    """Weighted sum of each row's chosen INT4 experts; arguments as in `reference.draft_experts`.
+
+    interpret: run the kernels' arithmetic on any device, slowly. Returns float32 [rows, hidden].
+    """
+    num_rows, hidden = x.shape
+    num_choices = experts.shape[1]
+    num_experts = layer["tables"].shape[0]
+    inner = layer["down_codes"].shape[2] * WORD_INPUTS
+    flat = num_rows * num_choices
+    experts = experts.astype(jnp.int32)
+    weights = weights.astype(jnp.float32)
+    if "table_bytes" not in layer:
+        layer = {**layer, **pack_tables(layer["tables"])}
+    tables = (layer["table_bytes"], layer["table_steps"])
+    common = dict(
+        num_experts=num_experts, num_choices=num_choices, config=config, interpret=interpret
+    )
+    low, high, scale, offset = pl.pallas_call(
+        functools.partial(
+            _gate_up_kernel,
+            inner=inner,
+            group=hidden // layer["gate_up_scales"].shape[2],
+            **common,
+        ),
+        grid=(flat, inner // config.gate_up_rows),
+        out_shape=[
+            jax.ShapeDtypeStruct((flat, inner // WORD_INPUTS), jnp.int32),
+            jax.ShapeDtypeStruct((flat, inner // WORD_INPUTS), jnp.int32),
+            jax.ShapeDtypeStruct((flat, inner // H_BLOCK), jnp.float32),
+            jax.ShapeDtypeStruct((flat, inner // H_BLOCK), jnp.float32),
+        ],
+        compiler_params=plgpu.CompilerParams(num_warps=config.gate_up_warps, num_stages=1),
+        interpret=interpret,
+        name="draft_gate_up",
+    )(x, experts, weights, layer["gate_up_codes"], layer["gate_up_scales"], *tables)
+    return pl.pallas_call(
+        functools.partial(_down_kernel, group=inner // layer["down_scales"].shape[2], **common),
+        grid=(num_rows, hidden // config.down_rows),
+        out_shape=jax.ShapeDtypeStruct((num_rows, hidden), jnp.float32),
+        compiler_params=plgpu.CompilerParams(num_warps=config.down_warps, num_stages=1),
+        interpret=interpret,
+        name="draft_down",
+    )(
+        experts,
+        low.reshape(-1),
+        high.reshape(-1),
+        scale.reshape(-1),
+        offset.reshape(-1),
+        layer["down_codes"],
+        layer["down_scales"],
+        layer["table_bytes"],
+    )
