@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 PLAIN_DEPTH = 0
 PROFILE_DEPTHS = (PLAIN_DEPTH, 1, 2, 4, 8, 16)
-# Enough to compile every program and to fill the cache with what the prompts use.
-WARM_UP_TOKENS = 24
 
 Progress = Callable[[str, int, int], None]
 
@@ -73,7 +71,7 @@ def profile(
     policy: str = DEFAULT_POLICY,
     progress: Progress | None = None,
 ) -> Profile:
-    """Generate greedily from the prompts at every depth, after a warm-up at that depth.
+    """Generate greedily from the prompts at every depth.
 
     Args:
         max_new_tokens: per prompt, at least 2; ends of sequence are ignored, so that all depths
@@ -87,10 +85,7 @@ def profile(
     """
     from specter_jax.api import generate
 
-    if not get_policy(policy).speculative:
-        raise InvalidRequestError(
-            f"policy {policy} does not speculate, so it has no depth; choose another one"
-        )
+    require_speculative(policy)
     if max_new_tokens < 2:
         raise InvalidRequestError(
             f"max_new_tokens is {max_new_tokens}; expected at least 2, to have a time per token"
@@ -99,9 +94,16 @@ def profile(
     for number, depth in enumerate(depths):
         if progress is not None:
             progress(f"depth {depth}", number, len(depths))
-        common = {"depth": depth, "policy": policy, "ignore_eos": True}
-        generate(model, prompts[:1], max_new_tokens=min(WARM_UP_TOKENS, max_new_tokens), **common)
-        result = generate(model, prompts, max_new_tokens=max_new_tokens, **common)
+        # Twice, and the second run counts: the first compiles, for exactly these shapes.
+        for _ in range(2):
+            result = generate(
+                model,
+                prompts,
+                max_new_tokens=max_new_tokens,
+                depth=depth,
+                policy=policy,
+                ignore_eos=True,
+            )
         points.append(_point(depth, result.stats, model.config.num_moe_layers))
     return Profile(
         points=tuple(points),
@@ -112,6 +114,14 @@ def profile(
         policy=policy,
         device=model.device.device_kind,
     )
+
+
+def require_speculative(policy: str) -> None:
+    """Raises InvalidRequestError for a policy without speculation, which has no depth."""
+    if not get_policy(policy).speculative:
+        raise InvalidRequestError(
+            f"policy {policy} does not speculate, so it has no depth; choose another one"
+        )
 
 
 def _point(depth: int, stats, num_moe_layers: int) -> DepthPoint:

@@ -1,14 +1,29 @@
-"""Settings every test runs under: few CPU threads, compiled programs kept between runs."""
+"""Settings every test runs under, and the trained model that several of them share."""
 
 import os
 from pathlib import Path
 
-# Before anything imports JAX. One compute thread per test process: the models are tiny, and more
-# threads only wait for each other.
-os.environ.setdefault("JAX_ENABLE_X64", "0")
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("MPLBACKEND", "Agg")
-
 ROOT = Path(__file__).resolve().parents[1]
+TINY_SOURCE = ROOT / "tests" / "data" / "tiny-deepseek_v2"
+
+# Set before anything imports JAX. Compiled programs are kept from one run to the next.
+for name, value in {
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_OFFLINE": "1",
+    "MPLBACKEND": "Agg",
+}.items():
+    os.environ.setdefault(name, value)
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trained 6-layer DeepSeek-V2, converted; not to be changed."""
+    from convert import convert_checkpoint
+
+    return convert_checkpoint(TINY_SOURCE, tmp_path_factory.mktemp("tiny") / "model").path

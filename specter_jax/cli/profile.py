@@ -14,7 +14,7 @@ from specter_jax.cli.session import (
     prompts_of,
 )
 from specter_jax.errors import InvalidRequestError
-from specter_jax.offload import get_policy
+from specter_jax.profile import profile, require_speculative
 from specter_jax.sizes import format_size
 
 if TYPE_CHECKING:
@@ -34,12 +34,10 @@ def run(options: argparse.Namespace) -> None:
     """Measure and report; raises SpecterError or OSError."""
     prompts = prompts_of(options) or list(DEFAULT_PROMPTS)
     check_model(options.model)
-    get_policy(options.policy)
+    require_speculative(options.policy)
     plot = _plot_path(options.plot)
     check_output("--plot", plot)
     prepare_environment()
-    from specter_jax.profile import profile
-
     options.batch_size = min(options.batch_size, len(prompts))
     model = load_model(options)
     with Progress() as progress:

@@ -19,6 +19,7 @@ ENVIRONMENT = {
     "JAX_COMPILATION_CACHE_DIR": str(Path.home() / ".cache" / "specter-jax" / "compiled"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
     "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
 }
 
 
