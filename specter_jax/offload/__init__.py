@@ -3,15 +3,15 @@
 from specter_jax.offload.cache import ExpertCache, Placement
 from specter_jax.offload.cutoff import cutoff_layer
 from specter_jax.offload.elb import ExpertLookaheadBuffer, Snapshot
-from specter_jax.offload.eviction import EvictionPolicy, LookaheadEviction, LruEviction
+from specter_jax.offload.eviction import EvictionPolicy, LruEviction
+from specter_jax.offload.lookahead import LookaheadEviction
+from specter_jax.offload.plans import plan_loads, prefetch_admission
 from specter_jax.offload.policies import (
     DEFAULT_POLICY,
     POLICIES,
     PolicySpec,
     get_policy,
     make_eviction,
-    plan_loads,
-    prefetch_admission,
 )
 
 __all__ = [

@@ -16,6 +16,7 @@ import numpy as np
 from pallas_kernels.constants import NOT_RESIDENT
 from specter_jax.errors import BudgetError, CacheFullError, InvalidRequestError
 from specter_jax.offload.eviction import EvictionPolicy
+from specter_jax.offload.plans import prefetch_admission
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +123,32 @@ class ExpertCache:
         """
         slots = self._victim_slots(protect)
         return np.sort(self.eviction.retention(next_layer).reshape(-1)[self._owner[slots]])
+
+    def admit(
+        self,
+        loads: list[tuple[int, int]],
+        *,
+        next_layer: int = 0,
+        protect: np.ndarray | None = None,
+    ) -> list[tuple[int, int]]:
+        """Those of `loads`, from the first on, that are worth a slot ahead of their use.
+
+        With an order that ranks absent experts, a load must be worth more than what it would push
+        out (`plans.prefetch_admission`); with one that does not (LRU), room is all it takes.
+
+        Args:
+            loads: (layer, expert) pairs in issue order, none resident.
+            next_layer: first layer that the current sweep has not executed.
+            protect: bool [M, E] or None; experts that must not be pushed out for them.
+        """
+        if not self.eviction.ranks_absent:
+            return list(loads[: self.evictable(protect)])
+        return prefetch_admission(
+            loads,
+            victim_retention=self.victim_retention(next_layer, protect),
+            load_retention=self.eviction.retention(next_layer),
+            num_free=self.num_free,
+        )
 
     def reserve(self, layer: int, expert: int, *, next_layer: int) -> Placement:
         """Give one absent expert a slot: a free one, else that of the lowest retention unpinned.

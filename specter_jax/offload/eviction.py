@@ -1,7 +1,8 @@
-"""Eviction order of the expert cache: how much it is worth to keep each expert.
+"""Eviction order of the expert cache: the interface every order implements, and LRU.
 
-Layers are swept cyclically, one sweep per verification. An expert's next use is at the earliest
-when its layer comes up again, so the policies count time in layers.
+Layers are swept cyclically, one sweep per verification. An expert's next use comes at the
+earliest when its layer comes up again. `lookahead.LookaheadEviction` makes use of that; LRU, the
+baseline, evicts in a cyclic sweep exactly what the next sweep needs first.
 """
 
 from __future__ import annotations
@@ -12,29 +13,60 @@ import numpy as np
 
 
 class EvictionPolicy(Protocol):
-    """State of an eviction order over M layers of E experts; the engine reports, the cache asks.
+    """State of an eviction order over M layers of E experts: the engine reports, the cache asks.
 
-    One iteration: `begin_iteration`, any number of `update_prediction` while the draft runs,
-    then per layer in order: placements (`loaded`) and `observe_layer`, then `end_iteration`.
+    One iteration: `begin_iteration`, any number of `update_prediction` while the draft runs, then
+    per layer in order placements and `observe_layer`, then `end_iteration`. "Layer" is the MoE
+    index. Routing arrays are int [M, B, T, k]: sequences, tokens in order, choices; ids equal to E
+    belong to masked tokens.
     """
 
-    def begin_iteration(self, predicted: np.ndarray | None = None, coverage: float = 1.0) -> None:
-        """A new sweep is coming; `predicted` bool [M, E] is what is known of it, if anything.
+    ranks_absent: bool
+    """Whether `retention` of an expert that is not resident can be compared with a resident's."""
 
-        `coverage` is the share of the sweep's tokens that the prediction speaks for, 0 to 1.
+    def begin_iteration(
+        self,
+        predicted: np.ndarray | None = None,
+        *,
+        coverage: float = 1.0,
+        routing: np.ndarray | None = None,
+    ) -> None:
+        """A new sweep is coming; the arguments are those of `update_prediction`.
+
+        Without `predicted` nothing is known of the sweep yet (coverage 0).
         """
         ...
 
-    def update_prediction(self, predicted: np.ndarray, coverage: float = 1.0) -> None:
-        """The prediction for the coming sweep grew to `predicted`, bool [M, E]."""
+    def update_prediction(
+        self,
+        predicted: np.ndarray,
+        *,
+        coverage: float = 1.0,
+        routing: np.ndarray | None = None,
+    ) -> None:
+        """What the draft predicts for the coming sweep, as far as it has got.
+
+        Args:
+            predicted: bool [M, E].
+            coverage: share of the sweep's tokens that the prediction speaks for, 0 to 1.
+            routing: the draft's choices behind it, all tokens of this iteration so far, or None.
+        """
         ...
 
     def observe_layer(self, layer: int, used: np.ndarray) -> None:
-        """The sweep used these experts (int ids, each at least once) in this layer."""
+        """The sweep uses these experts (int ids, repeats allowed) in this layer."""
         ...
 
-    def end_iteration(self) -> None:
-        """The sweep is over."""
+    def end_iteration(
+        self, committed: np.ndarray | None = None, *, routing: np.ndarray | None = None
+    ) -> None:
+        """The sweep is over.
+
+        Args:
+            committed: int [B], how many of the sweep's tokens each sequence kept, or None.
+            routing: the target's choices for the sweep's tokens, or None: then the draft's, given
+                to `update_prediction`, stand in for them.
+        """
         ...
 
     def loaded(self, layer: int, expert: int) -> None:
@@ -42,21 +74,35 @@ class EvictionPolicy(Protocol):
         ...
 
     def retention(self, next_layer: int) -> np.ndarray:
-        """float [M, E], lowest is evicted first; `next_layer` 0..M has not been executed yet."""
+        """float [M, E], lowest is evicted first; layers below `next_layer` have been executed."""
         ...
 
 
 class LruEviction:
-    """Least recently used: an expert's worth is the time of its last use or placement."""
+    """Least recently used: an expert is worth the time of its last use or placement."""
+
+    ranks_absent = False
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self._last = np.zeros((num_layers, num_experts))
         self._clock = 0.0
 
-    def begin_iteration(self, predicted: np.ndarray | None = None, coverage: float = 1.0) -> None:
+    def begin_iteration(
+        self,
+        predicted: np.ndarray | None = None,
+        *,
+        coverage: float = 1.0,
+        routing: np.ndarray | None = None,
+    ) -> None:
         """Nothing to do: recency does not look ahead."""
 
-    def update_prediction(self, predicted: np.ndarray, coverage: float = 1.0) -> None:
+    def update_prediction(
+        self,
+        predicted: np.ndarray,
+        *,
+        coverage: float = 1.0,
+        routing: np.ndarray | None = None,
+    ) -> None:
         """Nothing to do."""
 
     def observe_layer(self, layer: int, used: np.ndarray) -> None:
@@ -65,7 +111,9 @@ class LruEviction:
         self._last[layer, used] = self._clock + 1 + np.arange(len(used))
         self._clock += len(used)
 
-    def end_iteration(self) -> None:
+    def end_iteration(
+        self, committed: np.ndarray | None = None, *, routing: np.ndarray | None = None
+    ) -> None:
         """Nothing to do."""
 
     def loaded(self, layer: int, expert: int) -> None:
@@ -74,48 +122,5 @@ class LruEviction:
         self._last[layer, expert] = self._clock
 
     def retention(self, next_layer: int) -> np.ndarray:
-        """float [M, E]: the time of last use, in uses counted from the start."""
+        """float [M, E]: time of the last use or placement, counted in uses and placements."""
         return self._last
-
-
-class LookaheadEviction:
-    """Evict what is expected to be used last."""
-
-    def __init__(self, num_layers: int, num_experts: int) -> None:
-        shape = (num_layers, num_experts)
-        self._layer = np.arange(num_layers, dtype=float)[:, None]
-        self._fast = np.full(shape, 0.3)
-        self._slow = np.full(shape, 0.3)
-        self._used = np.zeros(shape)
-        self._predicted = np.zeros(shape, bool)
-
-    def begin_iteration(self, predicted: np.ndarray | None = None, coverage: float = 1.0) -> None:
-        """A new sweep is coming."""
-        self._used[:] = 0
-        self.update_prediction(
-            np.zeros(self._used.shape, bool) if predicted is None else predicted, coverage
-        )
-
-    def update_prediction(self, predicted: np.ndarray, coverage: float = 1.0) -> None:
-        """The prediction for the coming sweep grew."""
-        self._predicted = np.asarray(predicted, bool)
-
-    def observe_layer(self, layer: int, used: np.ndarray) -> None:
-        """The sweep used these experts in this layer."""
-        self._used[layer, used] = 1
-
-    def end_iteration(self) -> None:
-        """Learn from the sweep."""
-        self._fast += 0.6 * (self._used - self._fast)
-        self._slow += 0.04 * (self._used - self._slow)
-
-    def loaded(self, layer: int, expert: int) -> None:
-        """Nothing to do."""
-
-    def retention(self, next_layer: int) -> np.ndarray:
-        """float [M, E]: minus the expected distance of the next use, in layers."""
-        num_layers = len(self._layer)
-        rate = np.maximum(0.65 * self._fast + 0.35 * self._slow, 1e-4)
-        distance = num_layers * (1 / rate - 1) + num_layers - next_layer + self._layer
-        soon = self._predicted & (self._layer >= next_layer)
-        return -np.where(soon, self._layer - next_layer, distance)
