@@ -1,0 +1,165 @@
+"""Times block shapes of the kernels on this GPU and prints the best of each shape.
+
+    PYTHONPATH=. python scripts/bench/tune_kernels.py --out results.json [--ops draft,ffn]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import kernel_cases as cases
+
+from pallas_kernels.draft_experts.config import DraftExpertsConfig
+from pallas_kernels.draft_experts.pallas_triton import draft_experts, pack_tables
+from pallas_kernels.expert_ffn.config import ExpertFFNConfig
+from pallas_kernels.expert_ffn.pallas_triton import expert_ffn
+
+FFN_ROWS = 9
+
+
+def draft_variants(shape: cases.Shape) -> list[DraftExpertsConfig]:
+    """Both kernels vary together: their times are read separately from the profile."""
+    wide = shape.hidden // 2048
+    gate_up = [
+        dict(gate_up_words=128 * wide, gate_up_ahead=0, gate_up_warps=4 * wide),
+        dict(gate_up_words=256 * wide, gate_up_ahead=0, gate_up_warps=4 * wide),
+        dict(gate_up_words=64, gate_up_ahead=0, gate_up_warps=4),
+        dict(gate_up_words=64, gate_up_ahead=1, gate_up_warps=4),
+        dict(gate_up_words=64 * wide, gate_up_ahead=0, gate_up_rows=32, gate_up_warps=8),
+        dict(gate_up_words=128, gate_up_ahead=0, gate_up_warps=4, eviction_policy="evict_first"),
+    ]
+    down = [
+        dict(down_rows=8, down_chunks=64, down_warps=8),
+        dict(down_rows=16, down_chunks=64, down_warps=8),
+        dict(down_rows=16, down_chunks=32, down_warps=8),
+        dict(down_rows=8, down_chunks=32, down_warps=4),
+        dict(down_rows=8, down_chunks=32, down_warps=8),
+        dict(down_rows=8, down_chunks=64, down_warps=4),
+    ]
+    return [DraftExpertsConfig(**g, **d) for g, d in zip(gate_up, down, strict=True)]
+
+
+def ffn_variants() -> list[ExpertFFNConfig]:
+    return [
+        ExpertFFNConfig(block_out=64, block_in=64, num_stages=4),
+        ExpertFFNConfig(block_out=64, block_in=64, num_stages=6),
+        ExpertFFNConfig(block_out=64, block_in=128, num_stages=3),
+        ExpertFFNConfig(block_out=128, block_in=64, num_stages=4),
+        ExpertFFNConfig(block_out=128, block_in=64, num_stages=3, num_warps=8),
+    ]
+
+
+def kernel_times(run) -> dict[str, float]:
+    """Median device time in us of each kernel name in one profiled call."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run())
+        [file] = Path(folder).rglob("*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(file))
+    times: dict[str, list[float]] = {}
+    for plane in profile.planes:
+        if not plane.name.startswith("/device:GPU"):
+            continue
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):
+                continue
+            for event in line.events:
+                times.setdefault(event.name, []).append(event.duration_ns / 1e3)
+    return {name: sorted(all_)[len(all_) // 2] for name, all_ in times.items()}
+
+
+def time_draft(shape: cases.Shape, layer, config: DraftExpertsConfig) -> dict:
+    """One layer's time, over calls that use each expert once and feed each other."""
+    num_calls = 2 * (shape.num_experts // shape.top_k)
+    order = jnp.arange(num_calls * shape.top_k, dtype=jnp.int32) % (
+        num_calls // 2 * shape.top_k
+    )
+    experts = order.reshape(num_calls, 1, shape.top_k)
+    weights = jnp.full((1, shape.top_k), 1 / shape.top_k, jnp.float32)
+
+    @jax.jit
+    def chain(x, layer, experts):
+        for number in range(num_calls):
+            x = draft_experts(x, experts[number], weights, layer, config=config)
+        return x
+
+    x = jax.random.normal(jax.random.key(1), (1, shape.hidden), jnp.float32)
+    start = time.perf_counter()
+    chain.lower(x, layer, experts).compile()
+    compile_s = time.perf_counter() - start
+    seconds = cases.seconds_per_call(lambda: chain(x, layer, experts), 20) / num_calls
+    return {
+        "us": seconds * 1e6,
+        "compile_s": compile_s,
+        "kernels_us": kernel_times(lambda: chain(x, layer, experts)),
+        "finite": bool(jnp.isfinite(chain(x, layer, experts)).all()),
+    }
+
+
+def time_ffn(shape: cases.Shape, slots, slot_row, config: ExpertFFNConfig) -> dict:
+    experts, weights = cases.random_choices(shape, FFN_ROWS)
+    x = jax.random.normal(jax.random.key(1), (FFN_ROWS, shape.hidden), jnp.bfloat16)
+
+    @jax.jit
+    def run(x, experts, slots, slot_row):
+        return expert_ffn(
+            x, experts, weights, slots, slot_row, compute_dtype=jnp.bfloat16, config=config
+        )
+
+    seconds = cases.seconds_per_call(lambda: run(x, experts, slots, slot_row), 20)
+    return {
+        "us": seconds * 1e6,
+        "experts": len(set(experts.reshape(-1).tolist())),
+        "kernels_us": kernel_times(lambda: run(x, experts, slots, slot_row)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--ops", default="draft,ffn")
+    parser.add_argument("--shapes", default="")
+    arguments = parser.parse_args()
+    bandwidth = cases.copy_bandwidth()
+    device = jax.devices()[0].device_kind
+    print(device, {name: f"{value / 1e12:.2f} TB/s" for name, value in bandwidth.items()})
+    report = {"device": device, "jax": jax.__version__, "bandwidth": bandwidth, "rows": []}
+
+    def add(op: str, shape: cases.Shape, config, num_bytes: int, figures: dict) -> None:
+        share = num_bytes / (figures["us"] * 1e-6) / bandwidth["copy"]
+        row = {"op": op, "shape": shape.name, "config": repr(config), "bytes": num_bytes}
+        report["rows"].append({**row, "share": share, **figures})
+        arguments.out.write_text(json.dumps(report, indent=1))
+        kernels = {
+            name[:16]: round(us, 2) for name, us in figures["kernels_us"].items() if us > 2.5
+        }
+        print(f"{op} {shape.name:17}{figures['us']:8.2f} us {share:5.1%} {kernels} {config}")
+
+    for shape in cases.SHAPES:
+        if arguments.shapes and shape.name not in arguments.shapes.split(","):
+            continue
+        if "draft" in arguments.ops:
+            layer = cases.random_draft_layer(shape)
+            layer |= jax.jit(pack_tables)(layer["tables"])
+            for config in draft_variants(shape):
+                figures = time_draft(shape, layer, config)
+                add("draft", shape, config, shape.top_k * shape.packed_expert_bytes, figures)
+            del layer
+        if "ffn" in arguments.ops:
+            slots = jax.jit(cases.random_slots, static_argnums=(0, 1))(shape, shape.num_experts)
+            slot_row = jnp.arange(shape.num_experts, dtype=jnp.int32)
+            for config in ffn_variants():
+                figures = time_ffn(shape, slots, slot_row, config)
+                num_bytes = figures["experts"] * shape.expert_elements * 2
+                add("ffn", shape, config, num_bytes, figures)
+            del slots
+
+
+if __name__ == "__main__":
+    main()
