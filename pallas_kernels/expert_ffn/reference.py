@@ -37,7 +37,9 @@ def expert_ffn(
     if accumulate is None:
         accumulate = jnp.zeros((rows, hidden), jnp.float32)
     num_experts = slot_row.shape[0]
-    padding = ((0, -rows % ROW_BLOCK), (0, 0))
+    # At least two blocks: XLA would simplify the slicing of a single one and fuse differently.
+    num_blocks = max(-(-rows // ROW_BLOCK), 2)
+    padding = ((0, num_blocks * ROW_BLOCK - rows), (0, 0))
     x = jnp.pad(x.astype(compute_dtype), padding)
     experts = jnp.pad(experts, padding, constant_values=num_experts)
     weights = jnp.pad(weights.astype(jnp.float32), padding)
@@ -54,7 +56,7 @@ def expert_ffn(
         chosen = experts == expert
         weight = jnp.where(chosen, weights, 0.0).sum(-1, keepdims=True)
         row_chosen = chosen.any(-1, keepdims=True)
-        blocks, num_blocks = _true_first(row_chosen.reshape(-1, ROW_BLOCK).any(-1))
+        blocks, num_needed = _true_first(row_chosen.reshape(-1, ROW_BLOCK).any(-1))
 
         def add_block(j: jax.Array, total: jax.Array) -> jax.Array:
             def rows_of(array: jax.Array) -> jax.Array:
@@ -65,7 +67,7 @@ def expert_ffn(
             new = jnp.where(rows_of(row_chosen), old + output, old)
             return lax.dynamic_update_slice_in_dim(total, new, blocks[j] * ROW_BLOCK, 0)
 
-        return lax.fori_loop(0, num_blocks, add_block, total)
+        return lax.fori_loop(0, num_needed, add_block, total)
 
     return lax.fori_loop(0, num_used, add_expert, accumulate)[:rows]
 

@@ -44,7 +44,8 @@ def over_token_blocks(
     and the outputs, a tree of arrays [batch, tokens, ...], zero after the last block that ran.
     """
     num_tokens = token_mask.shape[1]
-    padded = -(-num_tokens // TOKEN_BLOCK) * TOKEN_BLOCK
+    # At least two blocks: XLA would simplify the slicing of a single one and fuse differently.
+    padded = max(-(-num_tokens // TOKEN_BLOCK), 2) * TOKEN_BLOCK
     inputs = jax.tree.map(lambda x: _pad(x, padded), inputs)
 
     def block_of(offset: jax.Array) -> Any:
@@ -68,8 +69,7 @@ def over_token_blocks(
 
     index = jnp.arange(1, num_tokens + 1, dtype=jnp.int32)
     last = jnp.where(token_mask.any(0), index, 0).max()
-    # Behind a barrier, a mask known at compile time cannot turn the loop into something else.
-    num_blocks = lax.optimization_barrier((last + TOKEN_BLOCK - 1) // TOKEN_BLOCK)
+    num_blocks = (last + TOKEN_BLOCK - 1) // TOKEN_BLOCK
     state, outputs = lax.fori_loop(0, num_blocks, step, (state, outputs))
     return state, jax.tree.map(lambda x: x[:, :num_tokens], outputs)
 

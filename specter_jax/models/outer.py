@@ -83,7 +83,8 @@ def head(
     token_mask: bool [batch, tokens] or None for all. Logits of masked tokens mean nothing.
     """
     if token_mask is None:
-        token_mask = jnp.ones(hidden.shape[:2], bool)
+        # Behind a barrier, since a loop of known length would be compiled otherwise.
+        token_mask = jax.lax.optimization_barrier(jnp.ones(hidden.shape[:2], bool))
 
     def body(_: jax.Array, state: None, block: jax.Array) -> tuple[None, jax.Array]:
         return state, Outer(config).apply({"params": shared["outer"]}, block, method="head")
