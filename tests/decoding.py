@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from inspect import signature
 from typing import Any
 
 import jax
@@ -12,8 +12,8 @@ import numpy as np
 from specter_jax.config import ModelConfig
 from specter_jax.models import init_kv, prefill, verify
 
-jit_prefill = partial(jax.jit(prefill, static_argnums=0, static_argnames="keep_hidden"))
-jit_verify = partial(jax.jit(verify, static_argnums=0, static_argnames="keep_hidden"))
+jit_prefill = jax.jit(prefill, static_argnums=0, static_argnames="keep_hidden")
+jit_verify = jax.jit(verify, static_argnums=0, static_argnames="keep_hidden")
 
 
 def decode_logits(
@@ -56,11 +56,13 @@ def transformers_logits(model: Any, tokens: np.ndarray, prompt_length: int) -> n
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
+    # The argument's name differs between releases.
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
     ids = torch.tensor(tokens[None].astype(np.int64))
     with torch.no_grad():
-        logits = [model(ids[:, :prompt_length], past_key_values=cache).logits[0, -1]]
+        logits = [model(ids[:, :prompt_length], **{name: cache}).logits[0, -1]]
         for i in range(prompt_length, len(tokens)):
-            logits.append(model(ids[:, i : i + 1], past_key_values=cache).logits[0, -1])
+            logits.append(model(ids[:, i : i + 1], **{name: cache}).logits[0, -1])
     return torch.stack(logits).float().numpy()
 
 

@@ -43,6 +43,7 @@ LLAMA3 = {
 CASES = {
     "deepseek_v2": {
         "yarn_new_style": {
+            "num_hidden_layers": 2,
             "rope_parameters": {
                 **YARN,
                 "rope_type": "yarn",
@@ -78,9 +79,9 @@ CASES = {
     "qwen2_moe": {
         "plain": {"num_hidden_layers": 2},
         "sparse_step_mlp_only_normalized_yarn": {
-            "num_hidden_layers": 4,
+            "num_hidden_layers": 3,
             "decoder_sparse_step": 2,
-            "mlp_only_layers": [3],
+            "mlp_only_layers": [0],
             "norm_topk_prob": True,
             "qkv_bias": False,
             "rope_scaling": {**YARN, "rope_type": "yarn"},
@@ -115,8 +116,8 @@ CASES = {
     },
     "qwen3_moe": {
         "plain": {"num_hidden_layers": 2},
-        "sparse_step_bias_llama3": {
-            "decoder_sparse_step": 2,
+        "mlp_only_bias_llama3": {
+            "num_hidden_layers": 2,
             "mlp_only_layers": [0],
             "attention_bias": True,
             "norm_topk_prob": False,
@@ -141,6 +142,7 @@ CASES = {
         },
         "prompt_beyond_original_longrope": {
             "num_hidden_layers": 2,
+            "head_dim": 16,
             "rope_parameters": {
                 **LONGROPE,
                 "original_max_position_embeddings": 16,
