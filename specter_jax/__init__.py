@@ -1,4 +1,4 @@
-"""Specter in JAX: mixture-of-experts inference on one GPU by quantized drafting, exact verification.
+"""Mixture-of-experts inference on one GPU: INT4 drafting, expert prefetch, exact verification.
 
 Names are loaded on first use, so that a command line can refuse bad arguments before JAX starts.
 """

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specter_jax.controller import DepthController
-from specter_jax.engine.context import Context
-from specter_jax.engine.decode import Batch, decode
+from specter_jax.controller import DEPTH_BUCKETS, DepthController
+from specter_jax.engine.batch import Batch
+from specter_jax.engine.decode import decode
 from specter_jax.engine.programs import Draws
 from specter_jax.errors import InvalidRequestError, PromptError
 from specter_jax.model import Model
@@ -216,21 +215,6 @@ def _generate_batch(
     sampling: SamplingConfig,
     trace: Tracer,
 ) -> StatsRecorder:
-    recorder = StatsRecorder(sequences=len(prompts))
-    model.pool.trace = trace
-    ctx = Context(
-        config=model.config,
-        params=model.params,
-        programs=model.programs,
-        runtime=model.runtime,
-        pool=model.pool,
-        eviction=model.pool.cache.eviction,
-        policy=get_policy(model.policy),
-        recorder=recorder,
-        trace=trace,
-        optimism=model.optimism,
-        device=model.device,
-    )
     longest = max(len(prompt) for prompt in prompts)
     batch = Batch(
         prompts=prompts,
@@ -239,6 +223,9 @@ def _generate_batch(
         kv_dtype=model.dtype,
     )
     controller = DepthController(fixed=None if depth == AUTO else depth)
+    model.ensure_warm(batch, DEPTH_BUCKETS if depth == AUTO else (depth,))
+    recorder = StatsRecorder(sequences=len(prompts))
+    ctx = model.context(recorder, trace)
     try:
         decode(ctx, batch, controller, lambda row, tokens: sinks[row].push(tokens))
     finally:

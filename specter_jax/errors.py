@@ -2,7 +2,7 @@
 
 
 class SpecterError(Exception):
-    """Base of every error this package raises on purpose; the command line turns it into exit code 2."""
+    """Base of all errors this package raises on purpose (exit code 2 on the command line)."""
 
 
 class InvalidRequestError(SpecterError, ValueError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ import numpy as np
 
 from specter_jax.checkpoint import Checkpoint, open_checkpoint
 from specter_jax.config import ModelConfig
-from specter_jax.engine.context import Optimism
+from specter_jax.engine.batch import Batch
+from specter_jax.engine.context import Context, Optimism
 from specter_jax.engine.programs import Programs, build_programs
 from specter_jax.engine.slots import SlotPool
 from specter_jax.engine.store import device_sharding, load_store
+from specter_jax.engine.warmup import warm_up
 from specter_jax.errors import BudgetError, InvalidRequestError
 from specter_jax.memory import MemoryLedger, plan_memory
 from specter_jax.offload import DEFAULT_POLICY, get_policy, make_eviction
@@ -24,6 +26,8 @@ from specter_jax.parameter_sizes import parameter_sizes
 from specter_jax.runtime_config import RuntimeConfig
 from specter_jax.sizes import parse_size
 from specter_jax.source import resolve_checkpoint
+from specter_jax.stats import StatsRecorder
+from specter_jax.trace import NullTrace, Tracer
 
 DTYPES = ("bfloat16", "float32")
 
@@ -42,6 +46,7 @@ class Model:
         config: the model's architecture. params: {"shared": tree, "draft": tree} on the device.
         pool: expert slots and transfers; it and `policy`, `optimism` carry over from one
             generation to the next, so that a warm cache stays warm.
+        warm: shapes whose programs have run once, see `ensure_warm`.
         ledger: where the device's memory went. dtype: "bfloat16" or "float32", of computation.
     """
 
@@ -56,6 +61,48 @@ class Model:
     device: jax.Device
     policy: str
     optimism: Optimism
+    warm: set[tuple] = dataclasses.field(default_factory=set)
+
+    def context(self, recorder: StatsRecorder, trace: Tracer) -> Context:
+        """What the engine's phases share during one generation."""
+        self.pool.trace = trace
+        return Context(
+            config=self.config,
+            params=self.params,
+            programs=self.programs,
+            runtime=self.runtime,
+            pool=self.pool,
+            eviction=self.pool.cache.eviction,
+            policy=get_policy(self.policy),
+            recorder=recorder,
+            trace=trace,
+            optimism=self.optimism,
+            device=self.device,
+        )
+
+    def ensure_warm(self, batch: Batch, depths: Sequence[int]) -> None:
+        """Compiles what decoding `batch` at `depths` may run, once per set of shapes.
+
+        Afterwards nothing compiles, whatever is accepted or missed. Resets the cache if there was
+        something to compile.
+        """
+        shapes = (
+            len(batch.prompts),
+            tuple(batch.widths(self.runtime)),
+            batch.capacity(self.runtime),
+            batch.draws is not None,
+            get_policy(self.policy).prefetch == "next_layer",
+        )
+        missing = [depth for depth in sorted(set(depths)) if (*shapes, depth) not in self.warm]
+        if not missing:
+            return
+        ctx = self.context(StatsRecorder(sequences=len(batch.prompts)), NullTrace())
+        try:
+            warm_up(ctx, batch, missing)
+        finally:
+            self.pool.settle()
+            self.reset_cache()
+        self.warm.update((*shapes, depth) for depth in missing)
 
     def use_policy(self, name: str) -> None:
         """Switches the policy; another one than before starts with a freshly filled cache.

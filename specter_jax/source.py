@@ -40,7 +40,8 @@ def resolve_checkpoint(
 
     target = conversion_path(directory, cache_dir)
     target.parent.mkdir(parents=True, exist_ok=True)
-    convert_checkpoint(directory, target)
+    # A changed source replaces its earlier conversion.
+    convert_checkpoint(directory, target, force=True, progress=progress)
     return target
 
 

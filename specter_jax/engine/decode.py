@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
 from specter_jax.controller import DepthController, IterationTiming
+from specter_jax.engine.batch import Batch
 from specter_jax.engine.context import Context
 from specter_jax.engine.drafting import draft
 from specter_jax.engine.prefill import prefill
-from specter_jax.engine.programs import Draws
 from specter_jax.engine.state import DecodeState
 from specter_jax.engine.verification import verify
 
 OnTokens = Callable[[int, list[int]], bool]
 """`(row, new tokens) -> whether the sequence ends here`, called in order of generation."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Batch:
-    """What to decode: prompts int32 [length] each, and how many tokens each may gain."""
-
-    prompts: Sequence[np.ndarray]
-    max_new_tokens: int
-    draws: Draws | None
-    kv_dtype: str
 
 
 def decode(ctx: Context, batch: Batch, controller: DepthController, on_tokens: OnTokens) -> None:
@@ -36,15 +25,8 @@ def decode(ctx: Context, batch: Batch, controller: DepthController, on_tokens: O
     The recorder of `ctx` receives all counts and times.
     """
     bytes_before = ctx.pool.bytes_moved
-    longest = max(len(prompt) for prompt in batch.prompts)
     with ctx.recorder.timed("prefill_ms"):
-        state, first = prefill(
-            ctx,
-            list(batch.prompts),
-            num_tokens=longest + batch.max_new_tokens,
-            draws=batch.draws,
-            kv_dtype=batch.kv_dtype,
-        )
+        state, first = prefill(ctx, batch)
     ctx.recorder.first_token()
     remaining = np.full(state.batch, batch.max_new_tokens)
     _hand_out(ctx, state, remaining, first[:, None], np.ones(state.batch, int), on_tokens)

@@ -57,7 +57,8 @@ def draft(ctx: Context, state: DecodeState, depth: int) -> Drafted:
     last = state.last
     done = 0
     while done < num_steps:
-        steps = min(ctx.runtime.chunk_tokens, num_steps - done)
+        # A chunk never straddles `depth`, so that the shapes of `probs` depend on it alone.
+        steps = min(ctx.runtime.chunk_tokens, max(depth - done, 1))
         with ctx.trace.span("draft", "chunk", steps=steps, first=done):
             chunk, state.kv = ctx.programs.draft_chunk(
                 ctx.params, state.kv, last, state.lengths + done, state.active, state.draws, steps
@@ -65,7 +66,7 @@ def draft(ctx: Context, state: DecodeState, depth: int) -> Drafted:
             tokens.append(np.asarray(chunk.tokens))
             experts.append(np.asarray(chunk.experts))
         last = chunk.last
-        if chunk.probs is not None:
+        if chunk.probs is not None and done < depth:
             probs.append(chunk.probs)
         done += steps
         elb.add(experts[-1].reshape(len(experts[-1]), -1, experts[-1].shape[-1]))

@@ -139,7 +139,7 @@ def _apply_experts(
     if not missing or len(needed) <= min(run.group_size, pool.num_slots):
         with ctx.trace.span("verification", "experts", layer=m, experts=len(needed)):
             _bring(ctx, m, needed, missing, ahead)
-            hidden = ctx.programs.experts(params, routed, pool.slots, pool.cache.slot_table[m])
+            hidden = ctx.programs.experts(params, routed, pool.slots, pool.table()[m])
         pool.cache.unpin(m, needed)
         _discard_passed(ctx, m)
         return hidden
@@ -154,9 +154,7 @@ def _apply_experts(
             _bring(ctx, m, group, absent, ahead, [(m, e) for e in following])
             in_group = np.zeros(ctx.config.num_experts, bool)
             in_group[group] = True
-            total = ctx.programs.accumulate(
-                routed, pool.slots, pool.cache.slot_table[m], in_group, total
-            )
+            total = ctx.programs.accumulate(routed, pool.slots, pool.table()[m], in_group, total)
         pool.cache.unpin(m, group)
     _discard_passed(ctx, m)
     return ctx.programs.close(params, routed, total)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specter_jax import models
+from specter_jax.engine.batch import Batch
 from specter_jax.engine.context import Context, distinct_experts
 from specter_jax.engine.layered import Pass, run_layers
-from specter_jax.engine.programs import Draws
 from specter_jax.engine.state import DecodeState
-from specter_jax.runtime_config import kv_capacity, prefill_widths
+from specter_jax.engine.store import device_sharding
 
 SEED_TOKENS = 64
 """Prompt tokens whose routing seeds the eviction statistics."""
@@ -19,29 +20,22 @@ SEED_WINDOW = 8
 """Tokens taken as one sweep when seeding, a usual verification's worth."""
 
 
-def prefill(
-    ctx: Context,
-    prompts: list[np.ndarray],
-    *,
-    num_tokens: int,
-    draws: Draws | None,
-    kv_dtype: str,
-) -> tuple[DecodeState, np.ndarray]:
-    """Runs the prompts (int32 [length] each) and draws each one's first token.
+def prefill(ctx: Context, batch: Batch) -> tuple[DecodeState, np.ndarray]:
+    """Runs the prompts and draws each one's first token.
 
-    num_tokens: longest prompt plus output, which sizes the KV.
     Returns the decoding state and the first tokens, int32 [B].
     """
-    batch = len(prompts)
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    chunk = ctx.runtime.prefill_tokens
-    capacity = kv_capacity(lengths.tolist(), num_tokens, chunk)
-    kv = models.init_kv(ctx.config, batch, capacity, jnp.dtype(kv_dtype))
-    first = np.zeros(batch, np.int32)
+    prompts, draws = batch.prompts, batch.draws
+    lengths = np.array(batch.lengths, np.int32)
+    dtype = jnp.dtype(batch.kv_dtype)
+    kv = models.init_kv(ctx.config, len(prompts), batch.capacity(ctx.runtime), dtype)
+    # Placed as programs return it, which is what they are compiled for.
+    kv = jax.device_put(kv, device_sharding(ctx.device))
+    first = np.zeros(len(prompts), np.int32)
     done = 0
-    for width in prefill_widths(int(lengths.max()), chunk):
+    for width in batch.widths(ctx.runtime):
         counts = np.clip(lengths - done, 0, width)
-        tokens = np.zeros((batch, width), np.int32)
+        tokens = np.zeros((len(prompts), width), np.int32)
         for row, prompt in enumerate(prompts):
             tokens[row, : counts[row]] = prompt[done : done + counts[row]]
         with ctx.trace.span("verification", "prefill", tokens=int(counts.max())):
@@ -50,7 +44,7 @@ def prefill(
         first = np.where(ends_here, ended, first)
         done += width
     state = DecodeState(
-        kv=kv, lengths=lengths, last=first, active=np.ones(batch, bool), draws=draws
+        kv=kv, lengths=lengths, last=first, active=np.ones(len(prompts), bool), draws=draws
     )
     return state, first
 

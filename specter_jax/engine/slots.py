@@ -26,7 +26,8 @@ from specter_jax.trace import NullTrace
 Key = tuple[int, int]
 """(MoE layer, expert)."""
 
-_COMMIT_SIZES = (1, 2, 4, 8)
+COMMIT_SIZES = (1, 2, 4, 8)
+"""Experts that one program writes into slots; groups in between are padded."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -85,6 +86,14 @@ class SlotPool:
             num_slots=num_slots,
             eviction=eviction,
         )
+
+    def table(self) -> np.ndarray:
+        """int32 [M, E], a copy of the slot table that a dispatched program may keep.
+
+        A computation reads its NumPy arguments when it runs, which may be after the host has
+        placed the next experts.
+        """
+        return self.cache.slot_table.copy()
 
     @property
     def num_slots(self) -> int:
@@ -182,11 +191,11 @@ class SlotPool:
         """
         for layer, group in itertools.groupby(keys, key=lambda key: key[0]):
             experts = [expert for _, expert in group]
-            for start in range(0, len(experts), _COMMIT_SIZES[-1]):
-                self._commit_some(layer, experts[start : start + _COMMIT_SIZES[-1]], next_layer)
+            for start in range(0, len(experts), COMMIT_SIZES[-1]):
+                self._commit_some(layer, experts[start : start + COMMIT_SIZES[-1]], next_layer)
 
     def _commit_some(self, layer: int, experts: list[int], next_layer: int) -> None:
-        size = next(n for n in _COMMIT_SIZES if n >= len(experts))
+        size = next(n for n in COMMIT_SIZES if n >= len(experts))
         placements = self.cache.reserve_many(layer, experts, next_layer=next_layer)
         slot_ids = [placement.slot for placement in placements]
         arrays = [self._staged.pop((layer, expert)) for expert in experts]
@@ -202,7 +211,7 @@ class SlotPool:
     def load(self, keys: Sequence[Key], *, next_layer: int) -> None:
         """Brings `keys` into slots now: issue and commit, in as many turns as staging allows."""
         todo = [key for key in keys if self.cache.slot_table[key] < 0]
-        step = max(1, min(_COMMIT_SIZES[-1], self.max_in_flight))
+        step = max(1, min(COMMIT_SIZES[-1], self.max_in_flight))
         for start in range(0, len(todo), step):
             part = todo[start : start + step]
             self.issue(part, urgent=True)

@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 
 from specter_jax.engine.context import Context, distinct_experts
 from specter_jax.engine.drafting import Drafted
 from specter_jax.engine.layered import Pass, run_layers
+from specter_jax.engine.programs import Verified
 from specter_jax.engine.state import DecodeState
 from specter_jax.offload import plan_loads
 from specter_jax.runtime_config import MIN_VERIFY_TOKENS
 
+Accepted = tuple[np.ndarray, np.ndarray]
+"""tokens int32 [B, T], num_accepted int32 [B]: num_accepted + 1 tokens of a row count."""
+
+Choices = dict[int, np.ndarray]
+"""MoE layer -> the target's choices, int32 [B, T, k]."""
+
 
 def verify(
     ctx: Context, state: DecodeState, drafted: Drafted, resident_before: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+) -> Accepted:
     """Runs the target over the last token and the drafted ones and decides what is accepted.
 
     resident_before: bool [M, E], residents when the iteration began, for the statistics.
-    Returns tokens int32 [B, T] and num_accepted int32 [B]; num_accepted + 1 tokens of a row count.
     """
-    tokens = _verify_tokens(state, drafted)
+    tokens = verify_tokens(state, drafted)
     if _all_present(ctx, drafted):
-        accepted, chosen = _one_program(ctx, state, drafted, tokens, resident_before)
+        out = one_program(ctx, state, drafted, tokens)
+        accepted, chosen = _take_or_resume(ctx, state, drafted, tokens, out, resident_before)
     else:
-        accepted, chosen = _by_layers(ctx, state, drafted, tokens, resident_before)
+        accepted, chosen = by_layers(ctx, state, drafted, tokens, resident_before)
     _count_matches(ctx, state, drafted, chosen)
     return accepted
 
 
-def _verify_tokens(state: DecodeState, drafted: Drafted) -> np.ndarray:
+def verify_tokens(state: DecodeState, drafted: Drafted) -> np.ndarray:
     """int32 [B, T]: last token, drafted tokens, padding up to the smallest verification."""
     tokens = np.concatenate([state.last[:, None], drafted.tokens], 1).astype(np.int32)
     pad = max(0, MIN_VERIFY_TOKENS - tokens.shape[1])
@@ -37,10 +45,7 @@ def _verify_tokens(state: DecodeState, drafted: Drafted) -> np.ndarray:
 
 
 def _all_present(ctx: Context, drafted: Drafted) -> bool:
-    """Whether one program is likely to find every expert in a slot; brings in the last few.
-
-    True after the remaining predicted experts, if they are few, were issued and committed.
-    """
+    """Whether one program is likely to find every expert in a slot; brings in the last few."""
     pool = ctx.pool
     if pool.cache.resident.all():
         return True
@@ -62,26 +67,37 @@ def _all_present(ctx: Context, drafted: Drafted) -> bool:
     return True
 
 
-def _one_program(ctx, state, drafted, tokens, resident_before):
-    """The whole target in one dispatch; after a miss, on from the first layer that missed."""
-    pool = ctx.pool
+def one_program(ctx: Context, state: DecodeState, drafted: Drafted, tokens: np.ndarray) -> Verified:
+    """The whole target in one dispatch; right up to the first layer with misses."""
+    out, state.kv = ctx.programs.verify(
+        ctx.params,
+        state.kv,
+        ctx.pool.slots,
+        ctx.pool.table(),
+        tokens,
+        state.lengths,
+        drafted.num_drafted,
+        state.active,
+        drafted.probs,
+        state.draws,
+    )
+    return out
+
+
+def _take_or_resume(
+    ctx: Context,
+    state: DecodeState,
+    drafted: Drafted,
+    tokens: np.ndarray,
+    out: Verified,
+    resident_before: np.ndarray,
+) -> tuple[Accepted, Choices]:
+    """Takes in `one_program`'s outcome; after a miss, goes on from the first layer that missed."""
     with ctx.trace.span("verification", "verify", tokens=tokens.shape[1]):
-        out, state.kv = ctx.programs.verify(
-            ctx.params,
-            state.kv,
-            pool.slots,
-            pool.cache.slot_table,
-            tokens,
-            state.lengths,
-            drafted.num_drafted,
-            state.active,
-            drafted.probs,
-            state.draws,
-        )
-        misses = np.asarray(out.misses)
-        experts = np.asarray(out.experts)
-    ctx.optimism.observe(bool(misses.any()))
-    first_miss = int(np.argmax(misses > 0)) if misses.any() else len(misses)
+        misses, experts = np.asarray(out.misses), np.asarray(out.experts)
+    missed = bool(misses.any())
+    ctx.optimism.observe(missed)
+    first_miss = int(np.argmax(misses > 0)) if missed else len(misses)
     chosen = {m: experts[m] for m in range(first_miss)}
     for m, ids in chosen.items():
         used = distinct_experts(ids, ctx.config.num_experts)
@@ -89,40 +105,68 @@ def _one_program(ctx, state, drafted, tokens, resident_before):
         ctx.recorder.resident_hits += resident
         ctx.recorder.prefetch_hits += len(used) - resident
         ctx.eviction.observe_layer(m, used)
-    if first_miss == len(misses):
+    if not missed:
         return (np.asarray(out.tokens), np.asarray(out.num_accepted)), chosen
     ctx.recorder.resumes += 1
-    hidden = ctx.programs.hidden_at(out.hidden, np.int32(first_miss))
-    start = ctx.config.moe_layers[first_miss]
-    accepted, rest = _layers_and_head(ctx, state, drafted, tokens, hidden, start, resident_before)
+    accepted, rest = resume(ctx, state, drafted, tokens, out, first_miss, resident_before)
     return accepted, chosen | rest
 
 
-def _by_layers(ctx, state, drafted, tokens, resident_before):
+def resume(
+    ctx: Context,
+    state: DecodeState,
+    drafted: Drafted,
+    tokens: np.ndarray,
+    out: Verified,
+    first_miss: int,
+    resident_before: np.ndarray,
+) -> tuple[Accepted, Choices]:
+    """Layer by layer from MoE layer `first_miss` on, from the state that `out` saved there."""
+    hidden = ctx.programs.hidden_at(out.hidden, np.int32(first_miss))
+    start = ctx.config.moe_layers[first_miss]
+    return _layers_and_head(ctx, state, drafted, tokens, hidden, start, resident_before)
+
+
+def by_layers(
+    ctx: Context,
+    state: DecodeState,
+    drafted: Drafted,
+    tokens: np.ndarray,
+    resident_before: np.ndarray,
+    group_size: int | None = None,
+) -> tuple[Accepted, Choices]:
+    """Layer by layer from the start, experts computed in groups of at most `group_size`."""
     hidden = ctx.programs.embed(ctx.shared, tokens)
-    return _layers_and_head(ctx, state, drafted, tokens, hidden, 0, resident_before)
-
-
-def _layers_and_head(ctx, state, drafted, tokens, hidden, start, resident_before):
-    """Decoder layers from `start` on, then head and acceptance."""
-    mask = state.active[:, None] & (np.arange(tokens.shape[1]) <= drafted.num_drafted[:, None])
-    guess = drafted.predicted if ctx.policy.prefetch == "draft" else None
-    if ctx.policy.use_cutoff:
-        # Past its cut-off layer, `sp-l` loads on demand.
-        guess = None
     misses_before = ctx.recorder.demand_misses
+    result = _layers_and_head(ctx, state, drafted, tokens, hidden, 0, resident_before, group_size)
+    ctx.optimism.observe(ctx.recorder.demand_misses > misses_before)
+    return result
+
+
+def _layers_and_head(
+    ctx: Context,
+    state: DecodeState,
+    drafted: Drafted,
+    tokens: np.ndarray,
+    hidden: jax.Array,
+    start_layer: int,
+    resident_before: np.ndarray,
+    group_size: int | None = None,
+) -> tuple[Accepted, Choices]:
+    """Decoder layers from `start_layer` on, then head and acceptance."""
+    # Past its cut-off layer, `sp-l` loads on demand.
+    guesses = ctx.policy.prefetch == "draft" and not ctx.policy.use_cutoff
+    guess = drafted.predicted if guesses else None
     run = Pass(
         lengths=state.lengths,
-        mask=mask,
-        group_size=ctx.pool.num_slots,
+        mask=state.active[:, None] & (np.arange(tokens.shape[1]) <= drafted.num_drafted[:, None]),
+        group_size=group_size or ctx.pool.num_slots,
         predicted=None if guess is None else guess.predicted,
         counts=None if guess is None else guess.counts,
         resident_before=resident_before,
     )
-    hidden, state.kv, chosen = run_layers(ctx, state.kv, hidden, start, run)
-    if start == 0:
-        ctx.optimism.observe(ctx.recorder.demand_misses > misses_before)
-    out = ctx.programs.accept(
+    hidden, state.kv, chosen = run_layers(ctx, state.kv, hidden, start_layer, run)
+    tokens_out, num_accepted = ctx.programs.accept(
         ctx.shared,
         hidden,
         tokens,
@@ -131,10 +175,10 @@ def _layers_and_head(ctx, state, drafted, tokens, hidden, start, resident_before
         drafted.probs,
         state.draws,
     )
-    return tuple(np.asarray(x) for x in out), chosen
+    return (np.asarray(tokens_out), np.asarray(num_accepted)), chosen
 
 
-def _count_matches(ctx, state, drafted, chosen) -> None:
+def _count_matches(ctx: Context, state: DecodeState, drafted: Drafted, chosen: Choices) -> None:
     """Books how many of the target's choices the draft had named for the same token."""
     if drafted.experts is None:
         return

@@ -1,0 +1,39 @@
+"""What is decoded together, and the shapes that follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from specter_jax.engine.programs import Draws
+from specter_jax.runtime_config import RuntimeConfig, kv_capacity, prefill_widths
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """B prompts, int32 [length] each, and how many tokens each may gain.
+
+    draws: sampling arguments, None for greedy. kv_dtype: "float32" or "bfloat16", which is also
+    that of the computation.
+    """
+
+    prompts: Sequence[np.ndarray]
+    max_new_tokens: int
+    draws: Draws | None
+    kv_dtype: str
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt."""
+        return [len(prompt) for prompt in self.prompts]
+
+    def widths(self, runtime: RuntimeConfig) -> list[int]:
+        """Padded width of each chunk of the prefill."""
+        return prefill_widths(max(self.lengths), runtime.prefill_tokens)
+
+    def capacity(self, runtime: RuntimeConfig) -> int:
+        """KV entries per sequence."""
+        longest = max(self.lengths) + self.max_new_tokens
+        return kv_capacity(self.lengths, longest, runtime.prefill_tokens)
