@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.constants import NOT_RESIDENT
+from pallas_kernels.products import contract
 
 ROW_BLOCK = 8
 """Rows of one product. Fixed, because XLA's order of summation depends on the number of rows."""
@@ -86,17 +87,5 @@ def _unpack(packed: jax.Array, hidden: int) -> tuple[jax.Array, jax.Array]:
 
 def _gated(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
     """`down(silu(gate(x)) * up(x))`: [rows, hidden] -> float32 [rows, hidden]."""
-    gate, up = jnp.split(_product(x, gate_up), 2, axis=1)
-    return _product((jax.nn.silu(gate) * up).astype(x.dtype), down)
-
-
-def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """[rows, in] x [out, in] -> float32 [rows, out]; float32 inputs are not rounded."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return lax.dot_general(
-        x,
-        weight,
-        (((1,), (1,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    gate, up = jnp.split(contract(x, gate_up), 2, axis=1)
+    return contract((jax.nn.silu(gate) * up).astype(x.dtype), down)

@@ -6,9 +6,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.products import einsum
 from specter_jax.config import ModelConfig
 from specter_jax.models.kv import KVLayer, append, readable, token_positions
-from specter_jax.models.linear import Linear, precision_for
+from specter_jax.models.linear import Linear
 from specter_jax.models.norms import RMSNorm
 from specter_jax.models.rope import rotate, rotation
 
@@ -79,18 +80,9 @@ def grouped_attention(
     """
     batch, tokens, heads, dim = q.shape
     groups = heads // k.shape[2]
-    precision = precision_for(q.dtype)
     q = q.reshape(batch, tokens, k.shape[2], groups, dim)
-    scores = jnp.einsum(
-        "btngd,bsnd->bntgs", q, k, precision=precision, preferred_element_type=jnp.float32
-    )
+    scores = einsum("btngd,bsnd->bntgs", q, k)
     scores = jnp.where(mask[:, None, :, None, :], scores * scale, -jnp.inf)
     probabilities = jax.nn.softmax(scores, -1).astype(q.dtype)
-    output = jnp.einsum(
-        "bntgs,bsnd->btngd",
-        probabilities,
-        v,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    output = einsum("bntgs,bsnd->btngd", probabilities, v)
     return output.reshape(batch, tokens, heads, v.shape[-1])

@@ -12,9 +12,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.products import einsum
 from specter_jax.config import ModelConfig
 from specter_jax.models.kv import KVLayer, append, readable, token_positions
-from specter_jax.models.linear import Linear, precision_for
+from specter_jax.models.linear import Linear
 from specter_jax.models.norms import RMSNorm
 from specter_jax.models.rope import rotate, rotation
 
@@ -56,11 +57,11 @@ class LatentAttention(nn.Module):
         mask = readable(positions, kv["latent"].shape[1], self.window)
 
         key_up, value_up = KVUpProjection(c, name="kv_b_proj")()
-        q_latent = _einsum("bthd,hdr->bthr", q_nope, key_up).astype(x.dtype)
+        q_latent = einsum("bthd,hdr->bthr", q_nope, key_up).astype(x.dtype)
         attended = latent_attention(
             q_latent, q_rope, kv["latent"], kv["rope"], mask, c.softmax_scale
         )
-        output = _einsum("bthr,hvr->bthv", attended.astype(x.dtype), value_up)
+        output = einsum("bthr,hvr->bthv", attended.astype(x.dtype), value_up)
         output = output.astype(x.dtype).reshape(*x.shape[:2], -1)
         width = c.num_heads * c.v_head_dim
         return Linear(width, c.hidden_size, c.output_bias, name="o_proj")(output), kv
@@ -106,18 +107,7 @@ def latent_attention(
     [batch, capacity, rank]. rope: [batch, capacity, rope_dim]. mask: bool [batch, tokens,
     capacity], at least one true per token. Returns float32 [batch, tokens, heads, rank].
     """
-    scores = _einsum("bthr,bsr->bths", q_latent, latent) + _einsum("bthe,bse->bths", q_rope, rope)
+    scores = einsum("bthr,bsr->bths", q_latent, latent) + einsum("bthe,bse->bths", q_rope, rope)
     scores = jnp.where(mask[:, :, None, :], scores * scale, -jnp.inf)
     probabilities = jax.nn.softmax(scores, -1).astype(latent.dtype)
-    return _einsum("bths,bsr->bthr", probabilities, latent)
-
-
-def _einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """`jnp.einsum` in x's dtype with float32 accumulation and result."""
-    return jnp.einsum(
-        spec,
-        x,
-        y.astype(x.dtype),
-        precision=precision_for(x.dtype),
-        preferred_element_type=jnp.float32,
-    )
+    return einsum("bths,bsr->bthr", probabilities, latent)

@@ -1,32 +1,12 @@
-"""Products with weights stored `[out, in]`, and the modules that hold such weights."""
+"""Modules that hold weights stored `[out, in]`."""
 
 from __future__ import annotations
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-
-def contract(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`x @ weight.T`, accumulated in float32.
-
-    x: [..., in], float32 or bfloat16. weight: [out, in]; cast to x's dtype. float32 inputs are
-    multiplied as float32 on every backend. Returns float32 [..., out].
-    """
-    dims = (((x.ndim - 1,), (1,)), ((), ()))
-    return lax.dot_general(
-        x,
-        weight.astype(x.dtype),
-        dims,
-        precision=precision_for(x.dtype),
-        preferred_element_type=jnp.float32,
-    )
-
-
-def precision_for(dtype: jax.typing.DTypeLike) -> lax.Precision:
-    """HIGHEST for float32, whose products GPUs would round to TF32 otherwise."""
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+from pallas_kernels.products import contract
 
 
 class Linear(nn.Module):

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.products import contract
 from specter_jax.config import ModelConfig
-from specter_jax.models.linear import contract
 
 
 class Router(nn.Module):
