@@ -17,5 +17,8 @@ class DraftExpertsConfig:
     down_rows: int = 16
     down_chunks: int = 64
     down_chunk_words: int = 16
+    down_ahead: int = 2
     down_warps: int = 8
     eviction_policy: str | None = None
+    early_launch: bool = False
+    prefetch_down: bool = False

@@ -110,6 +110,40 @@ def _fma(a, b, c, interpret):
     return out
 
 
+def _let_next_start(expert, config, interpret):
+    """`expert`, and the next kernel may be launched and wait for this one's end (Hopper on).
+
+    XLA makes kernels wait for their predecessor before their first access to memory, so this only
+    hides the time a launch takes.
+    """
+    if interpret or not config.early_launch:
+        return expert
+    [out] = plgpu.elementwise_inline_asm(
+        "griddepcontrol.launch_dependents;\n mov.b32 $0, $1;",
+        args=[jnp.full((1,), expert, jnp.int32)],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct((1,), jnp.int32)],
+    )
+    return jnp.sum(out)
+
+
+def _prefetch(codes_ref, expert, start, tile):
+    """Zeros int32 `tile`, while words from `start` on are read into the L2 cache.
+
+    The words go to a register that nobody reads, so nobody waits for them.
+    """
+    word = _index(tile, 0, start, tile[1] * tile[2]) + _index(tile, 1, 0, tile[2]) + _index(tile, 2)
+    [zeros] = plgpu.elementwise_inline_asm(
+        "mov.b32 $0, 0;",
+        args=[plgpu.load(codes_ref.at[expert, word], volatile=True)],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(tile, jnp.int32)],
+    )
+    return zeros
+
+
 def _round_blocks(values, interpret):
     """Rounds float32 [blocks, width] to signed bytes, one scale a block, largest to 127.
 
@@ -155,6 +189,7 @@ def _gate_up_kernel(
     scales_ref,
     bytes_ref,
     steps_ref,
+    down_codes_ref,
     low_ref,
     high_ref,
     scale_ref,
@@ -175,7 +210,7 @@ def _gate_up_kernel(
     choice, block = pl.program_id(0), pl.program_id(1)
     rows, chunk = config.gate_up_rows, config.gate_up_chunk_words
     row, slot = choice // num_choices, choice % num_choices
-    expert = experts_ref[row, slot]
+    expert = _let_next_start(experts_ref[row, slot], config, interpret)
     first = block * rows
     blocks_out = pl.ds(block * (rows // H_BLOCK), rows // H_BLOCK)
 
@@ -205,6 +240,16 @@ def _gate_up_kernel(
                     ],
                 )
 
+        # Every load comes before the first use of any: a late one would wait for memory alone.
+        tables = [[bytes_ref[expert, side, half] for half in (0, 1)] for side in (0, 1)]
+        steps = [steps_ref[expert, projection] for projection in (0, 1, 2)]
+        weight = weights_ref[row, slot]
+        inputs = {}
+        for start, width in pieces:
+            flat = (width // X_BLOCK_WORDS, X_BLOCK_WORDS * WORD_INPUTS)
+            inputs[start] = plgpu.load(
+                x_ref.at[row, _index(flat, 0, start * WORD_INPUTS, flat[1]) + _index(flat, 1)]
+            )
         for piece in pieces[: config.gate_up_ahead]:
             read(*piece)
         sums = [jnp.zeros((rows,), jnp.float32)] * 2
@@ -213,34 +258,30 @@ def _gate_up_kernel(
                 read(*piece)
             tile = (width // chunk, rows, chunk)
             lanes = (width // chunk, rows, chunk // X_BLOCK_WORDS)
-            flat = (width // X_BLOCK_WORDS, X_BLOCK_WORDS * WORD_INPUTS)
-            x = plgpu.load(
-                x_ref.at[row, _index(flat, 0, start * WORD_INPUTS, flat[1]) + _index(flat, 1)]
-            )
-            low, high, x_scale, half_sum = _round_blocks(x.astype(jnp.float32), interpret)
+            x = inputs[start].astype(jnp.float32)
+            low, high, x_scale, half_sum = _round_blocks(x, interpret)
             low, high = (jnp.broadcast_to(v.reshape(tile[0], 1, chunk), tile) for v in (low, high))
             offset = (half_sum * x_scale).reshape(lanes[0], 1, lanes[2])
             x_scale = x_scale.reshape(lanes[0], 1, lanes[2])
             x_scale, offset = (jnp.broadcast_to(v, lanes) for v in (x_scale, offset))
             for side in (0, 1):
                 product = _word_product(
-                    words[start, side],
-                    low,
-                    high,
-                    bytes_ref[expert, side, 0],
-                    bytes_ref[expert, side, 1],
-                    interpret,
+                    words[start, side], low, high, *tables[side], interpret
                 )
+                if side == 1 and config.prefetch_down and not interpret:
+                    share = down_codes_ref.shape[1] * rows // inner
+                    first_word = block * share + rows * start
+                    product += _prefetch(down_codes_ref, expert, first_word, tile)
                 product = jnp.sum(product.reshape(*lanes, X_BLOCK_WORDS), axis=3)
                 value = _fma(product.astype(jnp.float32), x_scale, offset, interpret)
                 value *= scales[start, side].astype(jnp.float32)
                 sums[side] += jnp.sum(jnp.sum(value, axis=0), axis=1)
-        gate, up = (total * steps_ref[expert, side] for side, total in enumerate(sums))
+        gate, up = (total * step for total, step in zip(sums, steps[:2], strict=True))
         active = gate / (1 + jnp.exp(-gate)) * up
         low, high, h_scale, half_sum = _round_blocks(
             active.reshape(rows // H_BLOCK, H_BLOCK), interpret
         )
-        h_scale *= steps_ref[expert, 2] * weights_ref[row, slot]
+        h_scale *= steps[2] * weight
         words_out = pl.ds(block * (rows // WORD_INPUTS), rows // WORD_INPUTS)
         plgpu.store(low_ref.at[choice, words_out], low)
         plgpu.store(high_ref.at[choice, words_out], high)
@@ -283,7 +324,9 @@ def _down_kernel(
     groups = rows // _GROUP_ROWS
     expert_chunks = codes_ref.shape[2] // chunk
     chunk_lanes, chunk_blocks = chunk // _LANE_WORDS, chunk // _H_BLOCK_WORDS
-    chosen = [jnp.minimum(experts_ref[row, slot], num_experts - 1) for slot in range(num_choices)]
+    chosen = [experts_ref[row, slot] for slot in range(num_choices)]
+    chosen[0] = _let_next_start(chosen[0], config, interpret)
+    chosen = [jnp.minimum(expert, num_experts - 1) for expert in chosen]
 
     def expert_of(slot):
         expert = jnp.full(slot.shape, chosen[0], jnp.int32)
@@ -292,14 +335,14 @@ def _down_kernel(
         return expert
 
     pieces = _pieces(num_choices * expert_chunks, config.down_chunks)
-    words, scales = {}, {}
-    for start, width in pieces:
+
+    def load(start, width):
         tile = (groups, width, _GROUP_ROWS, chunk)
         position = _index((1, width, 1, 1), 1, start)
         expert = expert_of(position // expert_chunks)
         column = (position % expert_chunks) * chunk
         line = first + _index(tile, 0, 0, _GROUP_ROWS) + _index(tile, 2)
-        words[start] = plgpu.load(
+        words = plgpu.load(
             codes_ref.at[
                 jnp.broadcast_to(expert, tile),
                 line,
@@ -309,7 +352,7 @@ def _down_kernel(
         )
         lanes = (*tile[:3], chunk_lanes)
         line = first + _index(lanes, 0, 0, _GROUP_ROWS) + _index(lanes, 2)
-        scales[start] = plgpu.load(
+        scales = plgpu.load(
             scales_ref.at[
                 jnp.broadcast_to(expert, lanes),
                 line,
@@ -317,37 +360,38 @@ def _down_kernel(
                 // (group // WORD_INPUTS),
             ]
         )
-    total = jnp.zeros((rows,), jnp.float32)
-    for start, width in pieces:
-        tile = (groups, width, _GROUP_ROWS, chunk)
         expert = expert_of(_index((width,), 0, start) // expert_chunks)
-        tables = [
-            jnp.broadcast_to(bytes_ref[expert, 2, half].reshape(1, width, 1, 1), tile)
-            for half in (0, 1)
-        ]
-        inputs = (width * chunk,)
+        tables = [bytes_ref[expert, 2, half] for half in (0, 1)]
         # Rows of low and high are choices, so a row's choices lie end to end.
+        inputs = (width * chunk,)
         word = row * (num_choices * expert_chunks * chunk) + start * chunk + _index(inputs, 0)
-        low, high = (
-            jnp.broadcast_to(plgpu.load(ref.at[word]).reshape(1, width, 1, chunk), tile)
-            for ref in (low_ref, high_ref)
-        )
-        product = _word_product(words[start], low, high, *tables, interpret)
-        by_block = (*tile[:3], chunk_blocks)
-        product = jnp.sum(product.reshape(*by_block, _H_BLOCK_WORDS), axis=4)
+        bytes_ = [plgpu.load(ref.at[word]) for ref in (low_ref, high_ref)]
         blocks = (width * chunk_blocks,)
         h_block = (row * num_choices * expert_chunks + start) * chunk_blocks + _index(blocks, 0)
+        h_scales = [plgpu.load(ref.at[h_block]) for ref in (scale_ref, offset_ref)]
+        return tile, words, scales, tables, bytes_, h_scales
+
+    loaded = [load(*piece) for piece in pieces[: config.down_ahead]]
+    total = jnp.zeros((rows,), jnp.float32)
+    for number in range(len(pieces)):
+        loaded.extend(load(*piece) for piece in pieces[number + config.down_ahead :][:1])
+        tile, words, scales, tables, bytes_, h_scales = loaded.pop(0)
+        width = tile[1]
+        table_low, table_high = (
+            jnp.broadcast_to(table.reshape(1, width, 1, 1), tile) for table in tables
+        )
+        low, high = (jnp.broadcast_to(b.reshape(1, width, 1, chunk), tile) for b in bytes_)
+        product = _word_product(words, low, high, table_low, table_high, interpret)
+        by_block = (*tile[:3], chunk_blocks)
+        product = jnp.sum(product.reshape(*by_block, _H_BLOCK_WORDS), axis=4)
         h_scale, offset = (
-            jnp.broadcast_to(
-                plgpu.load(ref.at[h_block]).reshape(1, width, 1, chunk_blocks), by_block
-            )
-            for ref in (scale_ref, offset_ref)
+            jnp.broadcast_to(value.reshape(1, width, 1, chunk_blocks), by_block)
+            for value in h_scales
         )
         value = _fma(product.astype(jnp.float32), h_scale, offset, interpret)
         value = jnp.sum(value.reshape(*tile[:3], chunk_lanes, 2), axis=4)
-        value *= scales[start].astype(jnp.float32)
-        value = jnp.sum(jnp.sum(value, axis=1), axis=2)
-        total += value.reshape(rows)
+        value *= scales.astype(jnp.float32)
+        total += jnp.sum(jnp.sum(value, axis=1), axis=2).reshape(rows)
     plgpu.store(out_ref.at[row, pl.ds(first, rows)], total)
 
 
@@ -409,7 +453,15 @@ def draft_experts(
         compiler_params=plgpu.CompilerParams(num_warps=config.gate_up_warps, num_stages=1),
         interpret=interpret,
         name="draft_gate_up",
-    )(x, experts, weights, layer["gate_up_codes"], layer["gate_up_scales"], *tables)
+    )(
+        x,
+        experts,
+        weights,
+        layer["gate_up_codes"],
+        layer["gate_up_scales"],
+        *tables,
+        layer["down_codes"].reshape(num_experts, -1),
+    )
     return pl.pallas_call(
         functools.partial(_down_kernel, group=inner // layer["down_scales"].shape[2], **common),
         grid=(num_rows, hidden // config.down_rows),

@@ -25,24 +25,45 @@ FFN_ROWS = 9
 
 def draft_variants(shape: cases.Shape) -> list[DraftExpertsConfig]:
     """Both kernels vary together: their times are read separately from the profile."""
-    wide = shape.hidden // 2048
-    gate_up = [
-        dict(gate_up_words=128 * wide, gate_up_ahead=0, gate_up_warps=4 * wide),
-        dict(gate_up_words=256 * wide, gate_up_ahead=0, gate_up_warps=4 * wide),
-        dict(gate_up_words=64, gate_up_ahead=0, gate_up_warps=4),
-        dict(gate_up_words=64, gate_up_ahead=1, gate_up_warps=4),
-        dict(gate_up_words=64 * wide, gate_up_ahead=0, gate_up_rows=32, gate_up_warps=8),
-        dict(gate_up_words=128, gate_up_ahead=0, gate_up_warps=4, eviction_policy="evict_first"),
-    ]
-    down = [
-        dict(down_rows=8, down_chunks=64, down_warps=8),
-        dict(down_rows=16, down_chunks=64, down_warps=8),
-        dict(down_rows=16, down_chunks=32, down_warps=8),
-        dict(down_rows=8, down_chunks=32, down_warps=4),
-        dict(down_rows=8, down_chunks=32, down_warps=8),
-        dict(down_rows=8, down_chunks=64, down_warps=4),
-    ]
-    return [DraftExpertsConfig(**g, **d) for g, d in zip(gate_up, down, strict=True)]
+    if shape.hidden <= 2048:
+        gate_up = [
+            dict(gate_up_words=128, gate_up_chunk_words=32),
+            dict(gate_up_words=128, gate_up_chunk_words=32, prefetch_down=True),
+            dict(gate_up_words=256, gate_up_chunk_words=64, gate_up_rows=32),
+            dict(gate_up_words=256, gate_up_chunk_words=64, gate_up_rows=32, prefetch_down=True),
+            dict(gate_up_words=256, gate_up_chunk_words=128, prefetch_down=True),
+            dict(gate_up_words=256, gate_up_chunk_words=128, gate_up_warps=8, prefetch_down=True),
+        ]
+        down = [
+            dict(down_rows=8, down_chunks=64),
+            dict(down_rows=8, down_chunks=64),
+            dict(down_rows=16, down_chunks=64, down_warps=16),
+            dict(down_rows=8, down_chunks=32),
+            dict(down_rows=8, down_chunks=16, down_warps=4),
+            dict(down_rows=16, down_chunks=32, down_warps=8),
+        ]
+    else:
+        gate_up = [
+            dict(gate_up_words=128, gate_up_chunk_words=32),
+            dict(gate_up_words=128, gate_up_chunk_words=64, prefetch_down=True),
+            dict(gate_up_words=256, gate_up_chunk_words=64, gate_up_warps=8),
+            dict(gate_up_words=256, gate_up_chunk_words=64, gate_up_rows=32, gate_up_warps=8),
+            dict(gate_up_words=128, gate_up_chunk_words=64, gate_up_ahead=1),
+            dict(gate_up_words=256, gate_up_chunk_words=128, gate_up_warps=8, prefetch_down=True),
+        ]
+        wide = dict(down_chunk_words=32)
+        down = [
+            dict(down_rows=8, down_chunks=16, down_ahead=1, **wide),
+            dict(down_rows=8, down_chunks=16, down_ahead=1, **wide),
+            dict(down_rows=8, down_chunks=16, down_ahead=1, down_warps=4, **wide),
+            dict(down_rows=16, down_chunks=16, down_ahead=1, **wide),
+            dict(down_rows=8, down_chunks=32, down_ahead=1),
+            dict(down_rows=8, down_chunks=8, down_ahead=2, down_warps=4, **wide),
+        ]
+    common = dict(early_launch=True)
+    start = dict(gate_up_ahead=0)
+    pairs = zip(gate_up, down, strict=True)
+    return [DraftExpertsConfig(**{**start, **g}, **d, **common) for g, d in pairs]
 
 
 def ffn_variants() -> list[ExpertFFNConfig]:
