@@ -7,21 +7,29 @@ online order knows two things.
 error. An expert predicted for layer `lay` when `next_layer` is the first not yet executed is used
 in `lay - next_layer` layers' time.
 
-*Later sweeps.* Everything else returns in the next sweep at the earliest. If p is the chance that
-the next sweep uses it, the expected wait is about M (1/p - 1) layers on top of the way to its
-layer, M - next_layer + lay; together M/p + (lay - next_layer). The second term is scaled down by
+*Later sweeps.* Everything else returns in the next sweep at the earliest. If p is its chance of
+use per sweep, the expected wait is M (1/p - 1) layers on top of the way to its layer,
+M - next_layer + lay; together M/p + (lay - next_layer). The second term is scaled down by
 `DISTANCE_WEIGHT`: p is only an estimate and changes, and what a place in the sweep saves is one
 part of a turn, while an expert with a high p earns its slot turn after turn.
 
-*While the draft still runs*, its prediction covers a share c of the tokens. An expert not named
-so far is named by the rest with chance r = 1 - (1 - q)^(1 - c), q being the p that was estimated
-for this sweep; its distance is the mixture of both cases.
+For p stands the discounted chance of reuse v: a use in the next sweep counts 1, one in the sweep
+after it g, then g^2. So v = y + (1 - y) g v' with y = 1 if the next sweep uses the expert and v'
+the v of one sweep later. The discount is per token, g = exp(-T / `HORIZON_TOKENS`) with T tokens
+in a sweep: after a sweep of nine tokens nearly all that counts is the next one, after a sweep of
+one token the next few count together.
 
-The chance p is a logistic function of six features of (layer, expert): the log-odds of a fast and
-of a slow moving average of use, the time since the last use, the vote of similar moments in the
-past (`routing_history`), that vote times how good the match was, and a constant. The weights
-start from values fitted on recorded routing and are refined by one Newton step per sweep on the
-log-loss of what was predicted (a recursive least-squares form of online logistic regression with
+*While the draft still runs*, its prediction covers a share c of the tokens. An expert not named
+so far is named by the rest with chance r = 1 - (1 - q)^(1 - c), q being its chance of use in this
+sweep, q = v (1 - g) / (1 - g v) for a v that stays as it is; its distance is the mixture of both
+cases.
+
+The value v is a logistic function of seven features of (layer, expert): the log-odds of a fast
+and of a slow moving average of use, the time since the last use, the vote of similar moments in
+the past for the next sweep (`routing_history`), that vote times how good the match was, the vote
+for the next `VOTE_TOKENS` tokens, and a constant. The weights start from values fitted on
+recorded routing and are refined by one Newton step per sweep on the log-loss against
+y + (1 - y) g v' (temporal difference learning with a recursive least-squares step and
 forgetting), so each model and each kind of use gets its own.
 """
 
@@ -38,8 +46,10 @@ FORGETTING = 0.995
 """Per sweep: the weights answer to about the last 200 sweeps."""
 PRIOR_STRENGTH = 400.0
 """Curvature that stands for the initial weights; one sweep of 1,664 experts adds about 200."""
-INITIAL_WEIGHTS = (-0.2, 0.2, 0.1, -0.3, 0.9, 0.2)
-"""Constant, fast, slow, time since use, vote, vote times likeness."""
+INITIAL_WEIGHTS = (0.0, 0.2, 0.1, -0.25, 0.6, 0.2, 0.2)
+"""Constant, fast, slow, time since use, vote, vote times likeness, longer vote."""
+HORIZON_TOKENS = 6.0
+VOTE_TOKENS = 9
 INITIAL_RATE = 0.3
 
 
@@ -59,7 +69,7 @@ class LookaheadEviction:
         self._since = np.full(shape, 3.0)
         self._weights = np.array(INITIAL_WEIGHTS)
         self._curvature = np.eye(len(INITIAL_WEIGHTS)) * PRIOR_STRENGTH
-        self._pending: np.ndarray | None = None  # features behind the last sweep's p
+        self._pending: np.ndarray | None = None  # features that v was computed from last sweep
         # The sweep under way.
         self._used = np.zeros(shape, bool)
         self._predicted = np.zeros(shape, bool)
@@ -73,7 +83,7 @@ class LookaheadEviction:
         self._vote_is_current = False
         self._chance_now: np.ndarray | None = None
         self._features = np.zeros((*shape, len(INITIAL_WEIGHTS)))
-        self._turns = np.ones(shape)  # expected M / p, in layers
+        self._turns = np.ones(shape)  # M / v, in layers
 
     def begin_iteration(
         self,
@@ -121,12 +131,15 @@ class LookaheadEviction:
         self, committed: np.ndarray | None = None, *, routing: np.ndarray | None = None
     ) -> None:
         """Learn from the sweep: weights, averages of use, history."""
-        if self._pending is not None:
-            self._learn(self._pending, self._used)
         # Without evictions nobody asked, and there is nothing to learn from.
-        if self._asked and self._stale.any():
-            self._refresh()
-        self._pending = self._features.copy() if self._asked else None
+        if self._asked:
+            if self._stale.any():
+                self._refresh()
+            if self._pending is not None:
+                self._learn(self._pending, self._used)
+            self._pending = self._features.copy()
+        else:
+            self._pending = None
         used = self._used
         self._fast += (1 - FAST_DECAY) * (used - self._fast)
         self._slow += (1 - SLOW_DECAY) * (used - self._slow)
@@ -159,14 +172,26 @@ class LookaheadEviction:
         """float [M, E]: estimated chance that the sweep after this one uses each expert."""
         if self._stale.any():
             self._refresh()
-        return len(self._layer) / self._turns
+        return self._undiscounted(len(self._layer) / self._turns)
+
+    def _discount(self) -> float:
+        """g: what a use one sweep later counts for."""
+        return float(np.exp(-self._tokens_per_sweep / HORIZON_TOKENS))
+
+    def _undiscounted(self, value: np.ndarray) -> np.ndarray:
+        """Chance of use in the next sweep alone, of an expert whose value stays as it is."""
+        discount = self._discount()
+        return value * (1 - discount) / (1 - discount * value)
+
+    def _votes(self, fingerprints: np.ndarray | None) -> tuple[np.ndarray, float] | None:
+        """What followed similar moments: chances float [2, M, E], and the likeness."""
+        sweep = self._tokens_per_sweep
+        return self._history.chances(fingerprints, (sweep, max(sweep, VOTE_TOKENS)))
 
     def _refresh(self) -> None:
-        """Recompute the chance of use in the next sweep for the layers that changed."""
+        """Recompute the value for the layers that changed."""
         if not self._vote_is_current:
-            if self._coverage < 1:
-                self._rest()  # before the vote: it needs the one from the committed tokens
-            self._vote = self._history.chance(self._fingerprints, self._tokens_per_sweep)
+            self._vote = self._votes(self._fingerprints)
             self._vote_is_current = True
         rows = np.flatnonzero(self._stale)
         known = self._predicted[rows].astype(np.float64)
@@ -188,20 +213,25 @@ class LookaheadEviction:
     def _rest(self) -> np.ndarray:
         """float [M, E]: chance that the tokens not drafted yet will need the expert."""
         if self._chance_now is None:
-            vote = self._history.chance(None, self._tokens_per_sweep)
             rows = np.arange(len(self._layer))
-            features = _features(self._fast, self._slow, self._since, vote, rows)
-            self._chance_now = _sigmoid(features @ self._weights)
+            features = _features(self._fast, self._slow, self._since, self._votes(None), rows)
+            self._chance_now = self._undiscounted(_sigmoid(features @ self._weights))
         return 1 - (1 - self._chance_now) ** (1 - self._coverage)
 
     def _learn(self, features: np.ndarray, used: np.ndarray) -> None:
-        """One Newton step on the log-loss of the chances that these features gave."""
+        """One Newton step on the log-loss of the values that these features gave.
+
+        Args:
+            features: float [M, E, 7], of the sweep before this one.
+            used: bool [M, E], what this sweep used.
+        """
+        later = len(self._layer) / self._turns
+        target = np.where(used, 1.0, self._discount() * later).reshape(-1)
         x = features.reshape(-1, features.shape[-1])
-        chance = _sigmoid(x @ self._weights)
+        value = _sigmoid(x @ self._weights)
         self._curvature *= FORGETTING
-        self._curvature += (x * (chance * (1 - chance))[:, None]).T @ x
-        gradient = x.T @ (used.reshape(-1) - chance)
-        self._weights = self._weights + np.linalg.solve(self._curvature, gradient)
+        self._curvature += (x * (value * (1 - value))[:, None]).T @ x
+        self._weights = self._weights + np.linalg.solve(self._curvature, x.T @ (target - value))
 
 
 def _features(
@@ -211,11 +241,13 @@ def _features(
     vote: tuple[np.ndarray, float] | None,
     rows: np.ndarray,
 ) -> np.ndarray:
-    """float [rows, E, 6]; without a vote the averages stand in for it, with no confidence."""
+    """float [rows, E, 7]; without a vote the averages stand in for it, with no confidence."""
     if vote is None:
-        voted, confidence = _log_odds((fast + slow) / 2), 0.0
+        voted = longer = _log_odds((fast + slow) / 2)
+        confidence = 0.0
     else:
-        voted, confidence = _log_odds(vote[0][rows]), 2 * vote[1] - 1
+        voted, longer = _log_odds(vote[0][0, rows]), _log_odds(vote[0][1, rows])
+        confidence = 2 * vote[1] - 1
     columns = (
         np.ones_like(fast),
         _log_odds(fast),
@@ -223,6 +255,7 @@ def _features(
         np.log1p(since),
         voted,
         voted * confidence,
+        longer,
     )
     return np.stack(columns, axis=-1)
 

@@ -71,53 +71,60 @@ class RoutingHistory:
                 joined = np.concatenate([self._rows[row], fingerprints[row, :count]])
                 self._rows[row] = joined[-limit:]
 
-    def chance(
-        self, provisional: np.ndarray | None, num_ahead: int
+    def chances(
+        self, provisional: np.ndarray | None, windows: tuple[int, ...]
     ) -> tuple[np.ndarray, float] | None:
-        """Chance that an expert is used by one of the `num_ahead` tokens that come next.
+        """Chance that an expert is used by one of the next tokens, for several window lengths.
 
         Args:
             provisional: uint64 [B, T, words], tokens drafted after the committed ones, or None.
-            num_ahead: tokens per sequence to look ahead.
+            windows: how many tokens of each sequence to look ahead, W numbers.
 
         Returns:
-            (float [M, E], likeness 0..1 of the best match averaged over sequences), or None when
-            there is too little history. Over sequences the chances combine as if independent.
+            (float [W, M, E], likeness 0..1 of the best match averaged over sequences), or None
+            when there is too little history. Over sequences the chances combine as if independent.
         """
         unused, likenesses = None, []
         for row, tokens in enumerate(self._rows):
-            if provisional is not None:
+            if provisional is not None and len(provisional) == len(self._rows):
                 drafted = provisional[row]
                 tokens = np.concatenate([tokens, drafted[drafted.any(axis=1)]])
-            vote = self._vote(tokens, num_ahead)
-            if vote is None:
+            found = _neighbours(tokens, windows[0])
+            if found is None:
                 continue
-            unused = 1 - vote[0] if unused is None else unused * (1 - vote[0])
-            likenesses.append(vote[1])
+            best, weight, likeness = found
+            votes = np.stack([self._vote(tokens, best, weight, size) for size in windows])
+            unused = 1 - votes if unused is None else unused * (1 - votes)
+            likenesses.append(likeness)
         if unused is None:
             return None
-        chance = (1 - unused).reshape(self.num_layers, self.num_experts)
-        return chance, float(np.mean(likenesses))
+        chances = (1 - unused).reshape(len(windows), self.num_layers, self.num_experts)
+        return chances, float(np.mean(likenesses))
 
-    def _vote(self, tokens: np.ndarray, num_ahead: int) -> tuple[np.ndarray, float] | None:
-        """One sequence's vote: (float [M * E], best likeness)."""
-        total = len(tokens)
-        if total < MIN_TOKENS:
-            return None
-        # Neighbours need successors; half a sweep of them will do.
-        num_candidates = total - max(1, num_ahead // 2)
-        if num_candidates < MIN_TOKENS // 2:
-            return None
-        likeness = np.zeros(num_candidates, np.float32)
-        for age, weight in enumerate(RECENCY_WEIGHTS):
-            common = np.bitwise_count(tokens[: num_candidates - age] & tokens[total - 1 - age])
-            likeness[age:] += weight * common.sum(axis=1)
-        likeness /= sum(RECENCY_WEIGHTS) * max(1, int(np.bitwise_count(tokens[-1]).sum()))
-        count = min(NUM_NEIGHBOURS, num_candidates)
-        best = np.argpartition(-likeness, count - 1)[:count]
-        weight = np.exp(SHARPNESS * (likeness[best] - likeness[best].max()))
-        after = np.minimum(best[:, None] + 1 + np.arange(num_ahead), total - 1)
+    def _vote(
+        self, tokens: np.ndarray, best: np.ndarray, weight: np.ndarray, window: int
+    ) -> np.ndarray:
+        """float [M * E]: weighted share of neighbours whose next `window` tokens use the expert."""
+        after = np.minimum(best[:, None] + 1 + np.arange(window), len(tokens) - 1)
         follows = np.bitwise_or.reduce(tokens[after], axis=1)
         bits = np.unpackbits(follows.view(np.uint8), axis=1)
-        vote = (weight / weight.sum()) @ bits[:, : self.num_layers * self.num_experts]
-        return vote, float(likeness[best].max())
+        return weight @ bits[:, : self.num_layers * self.num_experts]
+
+
+def _neighbours(tokens: np.ndarray, num_ahead: int) -> tuple[np.ndarray, np.ndarray, float] | None:
+    """Indices and weights (sum 1) of the tokens most like the last one, and the best likeness."""
+    total = len(tokens)
+    # Neighbours need successors; half a sweep of them will do.
+    num_candidates = total - max(1, num_ahead // 2)
+    if total < MIN_TOKENS or num_candidates < MIN_TOKENS // 2:
+        return None
+    likeness = np.zeros(num_candidates, np.float32)
+    for age, weight in enumerate(RECENCY_WEIGHTS):
+        common = np.bitwise_count(tokens[: num_candidates - age] & tokens[total - 1 - age])
+        likeness[age:] += weight * common.sum(axis=1)
+    likeness /= sum(RECENCY_WEIGHTS) * max(1, int(np.bitwise_count(tokens[-1]).sum()))
+    count = min(NUM_NEIGHBOURS, num_candidates)
+    best = np.argpartition(-likeness, count - 1)[:count]
+    highest = float(likeness[best].max())
+    weight = np.exp(SHARPNESS * (likeness[best] - highest))
+    return best, weight / weight.sum(), highest
