@@ -4,12 +4,13 @@
                                     [--json] [--check]
 
 A trace is an .npz file with, for `greedy_` and `sampled_` text, `target_experts` and
-`draft_experts` [MoE layer, prompt, position, k] and `target_argmax` and `draft_argmax`
-[prompt, output position]. An iteration verifies depth + 1 positions; as many tokens are accepted
-as the two argmax agree on from the first, plus one. The draft's routing at those positions is the
+`draft_experts` [MoE layer, prompt, position, k] and `target_argmax` and `draft_argmax` [prompt,
+output position]. An iteration verifies depth + 1 positions; as many tokens are accepted as the
+two argmax agree on from the first, plus one. The draft's routing at those positions is the
 prediction; behind a rejected token a trace still holds the text's own tokens, not those that the
-draft would have gone on with (routing of unrelated tokens there costs about 1 % more loads). Layers come in order; a layer's experts are all needed at once, so they cannot evict
-one another. The cache stays as it is from one prompt to the next.
+draft would have gone on with (routing of unrelated tokens there costs about 1 % more loads).
+Layers come in order; a layer's experts are all needed at once, so they cannot evict one another.
+The cache stays as it is from one prompt to the next.
 
 Three orders frame the policy's: LRU, "expected next use" (a simple online order that a new one
 should beat) and Belady's optimum, which knows the whole future. Figures are loads per output
