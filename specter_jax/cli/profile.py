@@ -82,16 +82,24 @@ def _print_table(measured: "Profile") -> None:
         f"{measured.device}",
         title_justify="left",
     )
-    headings = "depth,tpot,acceptance,tokens/iteration,experts/layer,hit rate,loaded/token"
-    for heading in headings.split(","):
-        table.add_column(heading, justify="right")
+    headings = (
+        "depth",
+        "time per\ntoken",
+        "drafted\naccepted",
+        "tokens per\niteration",
+        f"experts per\nlayer of {measured.num_experts}",
+        "hit\nrate",
+        "loaded per\ntoken",
+    )
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
     for point in measured.points:
         table.add_row(
             str(point.depth),
             f"{point.tpot_ms:.2f} ms",
             "-" if point.acceptance_rate is None else f"{point.acceptance_rate:.1%}",
             f"{point.tokens_per_iteration:.2f}",
-            f"{point.experts_per_layer:.1f} of {measured.num_experts}",
+            f"{point.experts_per_layer:.1f}",
             "-" if point.hit_rate is None else f"{point.hit_rate:.1%}",
             format_size(round(point.bytes_per_token)),
             style="bold" if point == measured.best else "",
