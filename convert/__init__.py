@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from convert.array_source import ArraySource, LazyTensor
     from convert.conversion import convert_checkpoint
+    from convert.in_memory import InMemoryCheckpoint
     from convert.sources import SafetensorsSource, TensorSource
 
 __all__ = [
     "ArraySource",
+    "InMemoryCheckpoint",
     "LazyTensor",
     "SafetensorsSource",
     "TensorSource",
@@ -18,6 +20,7 @@ __all__ = [
 
 _MODULES = {
     "ArraySource": "array_source",
+    "InMemoryCheckpoint": "in_memory",
     "LazyTensor": "array_source",
     "SafetensorsSource": "sources",
     "TensorSource": "sources",

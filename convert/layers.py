@@ -21,11 +21,23 @@ from specter_jax.errors import ConversionError
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
+Draft = dict[str, np.ndarray]
+"""One MoE layer's INT4 experts, see `specter_jax.checkpoint.Checkpoint.load_draft_layer`."""
+
 
 def write_shared_part(
     source: TensorSource, plan: Plan, tensors: tuple[SharedTensor, ...], path: Path
 ) -> None:
     """Writes one part of the shared parameters as an Orbax checkpoint at `path`."""
+    save_tree(path, shared_tree(source, plan, tensors))
+
+
+def shared_tree(source: TensorSource, plan: Plan, tensors: tuple[SharedTensor, ...]) -> Tree:
+    """Reads one part of the shared parameters.
+
+    Raises:
+        ConversionError: a tensor cannot be read or holds NaN or infinity.
+    """
     tree: Tree = {}
     for tensor in tensors:
         array = source.read(tensor.name)
@@ -36,7 +48,7 @@ def write_shared_part(
         for key in tensor.path[:-1]:
             node = node.setdefault(key, {})
         node[tensor.path[-1]] = array
-    save_tree(path, tree)
+    return tree
 
 
 def write_expert_layer(
@@ -61,7 +73,7 @@ def write_expert_layer(
         ConversionError: a tensor cannot be read or holds NaN or infinity.
     """
     config = plan.config
-    draft = _empty_draft(plan)
+    draft = empty_draft(plan)
     announced = [
         (expert_tensor_name(expert), plan.dtype, (config.expert_elements,))
         for expert in range(config.num_experts)
@@ -69,14 +81,28 @@ def write_expert_layer(
     metadata = {"format": "specter-jax", "decoder_layer": str(layer.decoder_layer)}
     with SafetensorsWriter(experts_path, announced, metadata) as writer:
         for expert in range(config.num_experts):
-            packed = _read_packed(source, plan, layer, expert)
+            packed = convert_expert(source, plan, layer, expert, draft)
             writer.append(expert_tensor_name(expert), packed)
-            _encode_expert(source, plan, layer, expert, packed, draft)
             on_expert()
     save_tree(draft_path, draft)
 
 
-def _empty_draft(plan: Plan) -> dict[str, np.ndarray]:
+def convert_expert(
+    source: TensorSource, plan: Plan, layer: LayerExperts, expert: int, draft: Draft
+) -> np.ndarray:
+    """Reads one expert, writes its codes into the layer's draft, returns it packed: [3FH].
+
+    Different experts of a layer may be converted in different threads.
+
+    Raises:
+        ConversionError: a tensor cannot be read or holds NaN or infinity.
+    """
+    packed = _read_packed(source, plan, layer, expert)
+    _encode_expert(source, plan, layer, expert, packed, draft)
+    return packed
+
+
+def empty_draft(plan: Plan) -> Draft:
     """Arrays for one layer's draft."""
     config = plan.config
     num_experts, hidden = config.num_experts, config.hidden_size
@@ -119,7 +145,7 @@ def _encode_expert(
     layer: LayerExperts,
     expert: int,
     packed: np.ndarray,
-    draft: dict[str, np.ndarray],
+    draft: Draft,
 ) -> None:
     """Writes an expert's codes, scales and tables into the layer's draft."""
     hidden, width = plan.config.hidden_size, plan.config.expert_intermediate_size

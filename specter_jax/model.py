@@ -12,12 +12,12 @@ import jax
 import numpy as np
 
 from specter_jax.checkpoint import Checkpoint, open_checkpoint
-from specter_jax.config import ModelConfig
+from specter_jax.config import ModelConfig, layer_name
 from specter_jax.engine.batch import Batch
 from specter_jax.engine.context import Context, Optimism
 from specter_jax.engine.programs import Programs, build_programs
 from specter_jax.engine.slots import SlotPool
-from specter_jax.engine.store import device_sharding, load_store
+from specter_jax.engine.store import ExpertStore, device_sharding, pin_layer
 from specter_jax.engine.warmup import warm_up
 from specter_jax.errors import BudgetError, InvalidRequestError
 from specter_jax.memory import MemoryLedger, plan_memory
@@ -122,7 +122,7 @@ class Model:
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Checkpoint,
     *,
     gpu_memory: str | int | None = None,
     expert_slots: int | None = None,
@@ -136,6 +136,7 @@ def load(
     """Loads a converted directory, or a Hugging Face one, which is converted once into a cache.
 
     Args:
+        path: the directory; or an open checkpoint, such as `convert.InMemoryCheckpoint`.
         gpu_memory: device memory this model may use, such as "16GiB" or a number of bytes; what
             the rest leaves becomes expert slots. expert_slots: their number outright. Neither:
             every expert gets a slot.
@@ -154,8 +155,11 @@ def load(
     if dtype not in DTYPES:
         raise InvalidRequestError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
     budget = None if gpu_memory is None else parse_size(gpu_memory)
-    directory = resolve_checkpoint(path, cache_dir=cache_dir, progress=progress)
-    checkpoint = open_checkpoint(directory, verify=verify)
+    if isinstance(path, str | os.PathLike):
+        directory = resolve_checkpoint(path, cache_dir=cache_dir, progress=progress)
+        checkpoint = open_checkpoint(directory, verify=verify)
+    else:
+        checkpoint = path
     config = checkpoint.config
     ledger, runtime = plan(
         checkpoint,
@@ -167,18 +171,16 @@ def load(
     )
     device = jax.devices()[0]
     _check_device(device, ledger)
-    params = {
-        "shared": checkpoint.load_shared(dtype, device_sharding(device)),
-        "draft": checkpoint.load_draft(device_sharding(device)),
-    }
+    on_device = device_sharding(device)
+    params = {"shared": checkpoint.load_shared(dtype, on_device), "draft": {}}
     experts = checkpoint.open_experts()
-    layers = config.num_moe_layers
-
-    def on_layer(done: int) -> None:
+    stored = []
+    for m, layer in enumerate(config.moe_layers):
+        params["draft"][layer_name(layer)] = checkpoint.load_draft_layer(m, on_device)
+        stored.append(pin_layer([experts.get(m, e) for e in range(config.num_experts)], device))
         if progress is not None:
-            progress("experts", done, layers)
-
-    store = load_store(experts.get, layers, config.num_experts, device, on_layer)
+            progress("loading experts", m + 1, config.num_moe_layers)
+    store = ExpertStore(tuple(stored))
     pool = SlotPool(
         store=store,
         device=device,
@@ -188,7 +190,7 @@ def load(
     )
     pool.fill()
     return Model(
-        path=directory,
+        path=checkpoint.path,
         config=config,
         params=params,
         programs=build_programs(config, dtype, device),

@@ -29,7 +29,7 @@ class ParameterSizes:
 def parameter_sizes(checkpoint: Checkpoint, itemsize: int) -> ParameterSizes:
     """Sizes on the device, shared parameters at `itemsize` bytes an element."""
     config = checkpoint.config
-    groups = checkpoint.manifest.group_sizes
+    groups = checkpoint.group_sizes
     width, inner = config.hidden_size, config.expert_intermediate_size
     codes = config.expert_elements // _CODES_PER_BYTE
     scales = (2 * inner * width // groups.gate_up + width * inner // groups.down) * _SCALE_BYTES

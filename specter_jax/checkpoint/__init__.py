@@ -11,7 +11,12 @@ from specter_jax.checkpoint.manifest import (
     read_manifest,
     record_file,
 )
-from specter_jax.checkpoint.reader import Checkpoint, check_files, open_checkpoint
+from specter_jax.checkpoint.reader import (
+    Checkpoint,
+    check_files,
+    open_checkpoint,
+    place,
+)
 
 __all__ = [
     "FORMAT_NAME",
@@ -26,6 +31,7 @@ __all__ = [
     "expert_file_name",
     "expert_tensor_name",
     "open_checkpoint",
+    "place",
     "read_manifest",
     "record_file",
 ]

@@ -8,7 +8,13 @@ import jax
 import numpy as np
 
 from specter_jax.checkpoint.experts import ExpertFiles
-from specter_jax.checkpoint.manifest import CONVERT_HINT, Manifest, read_manifest, record_file
+from specter_jax.checkpoint.manifest import (
+    CONVERT_HINT,
+    GroupSizes,
+    Manifest,
+    read_manifest,
+    record_file,
+)
 from specter_jax.checkpoint.orbax_io import Tree, load_tree
 from specter_jax.config import ModelConfig, layer_name
 from specter_jax.errors import (
@@ -46,30 +52,38 @@ class Checkpoint:
         shared: Tree = {}
         for part in self.manifest.shared_parts:
             tree = load_tree(self.path / "shared" / part)
-            shared[part] = jax.tree.map(lambda array: _place(array, dtype, device), tree)
+            shared[part] = jax.tree.map(lambda array: place(array, dtype, device), tree)
         return shared
 
-    def load_draft(self, device: Any = None) -> Tree:
-        """Loads the INT4 draft experts, one MoE layer after another.
+    @property
+    def group_sizes(self) -> GroupSizes:
+        """Weights per INT4 scale."""
+        return self.manifest.group_sizes
+
+    def load_draft_layer(self, layer: int, device: Any = None) -> Tree:
+        """Loads the INT4 draft of MoE layer `layer`.
 
         Args:
+            layer: MoE index.
             device: as for `load_shared`.
 
         Returns:
-            `{"layers_03": {...}}` with, per MoE layer of E experts, hidden size H and expert size
-            F: gate_up_codes int32 `[E, 2F, H/8]`, gate_up_scales bf16 `[E, 2F, H/g1]`, down_codes
-            int32 `[E, H, F/8]`, down_scales bf16 `[E, H, F/g2]`, tables
-            float32 `[E, 3, 8]` (gate, up, down).
+            With E experts, hidden size H and expert size F: gate_up_codes int32 `[E, 2F, H/8]`,
+            gate_up_scales bf16 `[E, 2F, H/g1]`, down_codes int32 `[E, H, F/8]`, down_scales bf16
+            `[E, H, F/g2]`, tables float32 `[E, 3, 8]` (gate, up, down).
 
         Raises:
-            CheckpointError: a layer cannot be read.
+            CheckpointError: the layer cannot be read.
         """
-        draft: Tree = {}
-        for decoder_layer in self.manifest.moe_layers:
-            name = layer_name(decoder_layer)
-            tree = load_tree(self.path / "draft" / name)
-            draft[name] = jax.tree.map(lambda array: _place(array, None, device), tree)
-        return draft
+        tree = load_tree(self.path / "draft" / layer_name(self.manifest.moe_layers[layer]))
+        return jax.tree.map(lambda array: place(array, None, device), tree)
+
+    def load_draft(self, device: Any = None) -> Tree:
+        """Loads every MoE layer's INT4 draft: `{"layers_03": tree}`, see `load_draft_layer`."""
+        return {
+            layer_name(decoder_layer): self.load_draft_layer(layer, device)
+            for layer, decoder_layer in enumerate(self.manifest.moe_layers)
+        }
 
     def open_experts(self) -> ExpertFiles:
         """Maps the expert store's files.
@@ -80,7 +94,7 @@ class Checkpoint:
         return ExpertFiles(self.path, self.manifest)
 
 
-def _place(array: np.ndarray, dtype: Any, device: Any) -> jax.Array:
+def place(array: np.ndarray, dtype: Any, device: Any) -> jax.Array:
     """Converts on the host, then copies to the device."""
     if dtype is not None and jax.numpy.issubdtype(array.dtype, jax.numpy.floating):
         array = array.astype(jax.numpy.dtype(dtype), copy=False)
