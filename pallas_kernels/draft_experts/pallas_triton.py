@@ -128,22 +128,6 @@ def _let_next_start(expert, config, interpret):
     return jnp.sum(out)
 
 
-def _prefetch(codes_ref, expert, start, tile):
-    """Zeros int32 `tile`, while words from `start` on are read into the L2 cache.
-
-    The words go to a register that nobody reads, so nobody waits for them.
-    """
-    word = _index(tile, 0, start, tile[1] * tile[2]) + _index(tile, 1, 0, tile[2]) + _index(tile, 2)
-    [zeros] = plgpu.elementwise_inline_asm(
-        "mov.b32 $0, 0;",
-        args=[plgpu.load(codes_ref.at[expert, word], volatile=True)],
-        constraints="=r,r",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(tile, jnp.int32)],
-    )
-    return zeros
-
-
 def _round_blocks(values, interpret):
     """Rounds float32 [blocks, width] to signed bytes, one scale a block, largest to 127.
 
@@ -189,7 +173,6 @@ def _gate_up_kernel(
     scales_ref,
     bytes_ref,
     steps_ref,
-    down_codes_ref,
     low_ref,
     high_ref,
     scale_ref,
@@ -204,83 +187,94 @@ def _gate_up_kernel(
 ):
     """One choice (row, expert) and `config.gate_up_rows` inner positions.
 
-    Codes are read as tiles [chunks, rows, chunk words]: a warp reads full lines of several rows,
-    and a thread keeps several chunks of the same row, so that most of a sum stays in the thread.
+    The positions are taken in tiles of `H_BLOCK`; codes are read as [chunks, positions, chunk
+    words], some tiles ahead of their use, so that memory works while codes are decoded. The
+    rounded x stays in registers.
     """
     choice, block = pl.program_id(0), pl.program_id(1)
     rows, chunk = config.gate_up_rows, config.gate_up_chunk_words
     row, slot = choice // num_choices, choice % num_choices
     expert = _let_next_start(experts_ref[row, slot], config, interpret)
     first = block * rows
-    blocks_out = pl.ds(block * (rows // H_BLOCK), rows // H_BLOCK)
+    num_tiles = rows // H_BLOCK
+    blocks_out = pl.ds(block * num_tiles, num_tiles)
+    lane_inputs = X_BLOCK_WORDS * WORD_INPUTS
 
     @pl.when(expert < num_experts)
     def _():
-        pieces = _pieces(codes_ref.shape[2], config.gate_up_words)
-        words, scales = {}, {}
+        pieces = [
+            (start, (width // chunk, H_BLOCK, chunk))
+            for start, width in _pieces(codes_ref.shape[2], config.gate_up_words)
+        ]
 
-        def read(start, width):
-            tile = (width // chunk, rows, chunk)
-            lanes = (width // chunk, rows, chunk // X_BLOCK_WORDS)
-            for side in (0, 1):
-                words[start, side] = plgpu.load(
+        def lanes_of(tile):
+            return (*tile[:2], chunk // X_BLOCK_WORDS)
+
+        def read(number, side):
+            """Codes and scales of one tile's rows of gate (side 0) or up (side 1)."""
+            top = first + number * H_BLOCK + side * inner
+            parts = []
+            for start, tile in pieces:
+                lanes = lanes_of(tile)
+                words = plgpu.load(
                     codes_ref.at[
                         expert,
-                        _index(tile, 1, first + side * inner),
+                        _index(tile, 1, top),
                         _index(tile, 0, start, chunk) + _index(tile, 2),
                     ],
                     eviction_policy=config.eviction_policy,
                 )
-                scales[start, side] = plgpu.load(
-                    scales_ref.at[
-                        expert,
-                        _index(lanes, 1, first + side * inner),
-                        (_index(lanes, 0, start, chunk) + _index(lanes, 2, 0, X_BLOCK_WORDS))
-                        // (group // WORD_INPUTS),
-                    ],
+                column = _index(lanes, 0, start, chunk) + _index(lanes, 2, 0, X_BLOCK_WORDS)
+                scales = plgpu.load(
+                    scales_ref.at[expert, _index(lanes, 1, top), column // (group // WORD_INPUTS)]
                 )
+                parts.append((words, scales))
+            return parts
 
-        # Every load comes before the first use of any: a late one would wait for memory alone.
+        # Every load comes well before the first use of any: a late one would wait alone.
+        inputs = []
+        for start, tile in pieces:
+            flat = (tile[0] * chunk // X_BLOCK_WORDS, lane_inputs)
+            position = _index(flat, 0, start * WORD_INPUTS, lane_inputs) + _index(flat, 1)
+            inputs.append(plgpu.load(x_ref.at[row, position]))
+        work = [(number, side) for number in range(num_tiles) for side in (0, 1)]
+        queue = [read(*item) for item in work[: config.gate_up_ahead]]
         tables = [[bytes_ref[expert, side, half] for half in (0, 1)] for side in (0, 1)]
         steps = [steps_ref[expert, projection] for projection in (0, 1, 2)]
         weight = weights_ref[row, slot]
-        inputs = {}
-        for start, width in pieces:
-            flat = (width // X_BLOCK_WORDS, X_BLOCK_WORDS * WORD_INPUTS)
-            inputs[start] = plgpu.load(
-                x_ref.at[row, _index(flat, 0, start * WORD_INPUTS, flat[1]) + _index(flat, 1)]
-            )
-        for piece in pieces[: config.gate_up_ahead]:
-            read(*piece)
-        sums = [jnp.zeros((rows,), jnp.float32)] * 2
-        for number, (start, width) in enumerate(pieces):
-            for piece in pieces[number + config.gate_up_ahead :][:1]:
-                read(*piece)
-            tile = (width // chunk, rows, chunk)
-            lanes = (width // chunk, rows, chunk // X_BLOCK_WORDS)
-            x = inputs[start].astype(jnp.float32)
-            low, high, x_scale, half_sum = _round_blocks(x, interpret)
+
+        rounded = []
+        for x, (_, tile) in zip(inputs, pieces, strict=True):
+            lanes = lanes_of(tile)
+            low, high, x_scale, half_sum = _round_blocks(x.astype(jnp.float32), interpret)
             low, high = (jnp.broadcast_to(v.reshape(tile[0], 1, chunk), tile) for v in (low, high))
-            offset = (half_sum * x_scale).reshape(lanes[0], 1, lanes[2])
-            x_scale = x_scale.reshape(lanes[0], 1, lanes[2])
-            x_scale, offset = (jnp.broadcast_to(v, lanes) for v in (x_scale, offset))
-            for side in (0, 1):
-                product = _word_product(
-                    words[start, side], low, high, *tables[side], interpret
-                )
-                if side == 1 and config.prefetch_down and not interpret:
-                    share = down_codes_ref.shape[1] * rows // inner
-                    first_word = block * share + rows * start
-                    product += _prefetch(down_codes_ref, expert, first_word, tile)
-                product = jnp.sum(product.reshape(*lanes, X_BLOCK_WORDS), axis=3)
+            x_scale, offset = (
+                jnp.broadcast_to(v.reshape(lanes[0], 1, lanes[2]), lanes)
+                for v in (x_scale, half_sum * x_scale)
+            )
+            rounded.append((low, high, x_scale, offset))
+
+        active = jnp.zeros((num_tiles, H_BLOCK), jnp.float32)
+        gate = None
+        for place, (number, side) in enumerate(work):
+            queue.extend(read(*item) for item in work[place + config.gate_up_ahead :][:1])
+            parts = queue.pop(0)
+            total = jnp.zeros((H_BLOCK,), jnp.float32)
+            for (words, scales), x, (_, tile) in zip(parts, rounded, pieces, strict=True):
+                low, high, x_scale, offset = x
+                product = _word_product(words, low, high, *tables[side], interpret)
+                product = jnp.sum(product.reshape(*lanes_of(tile), X_BLOCK_WORDS), axis=3)
                 value = _fma(product.astype(jnp.float32), x_scale, offset, interpret)
-                value *= scales[start, side].astype(jnp.float32)
-                sums[side] += jnp.sum(jnp.sum(value, axis=0), axis=1)
-        gate, up = (total * step for total, step in zip(sums, steps[:2], strict=True))
-        active = gate / (1 + jnp.exp(-gate)) * up
-        low, high, h_scale, half_sum = _round_blocks(
-            active.reshape(rows // H_BLOCK, H_BLOCK), interpret
-        )
+                value *= scales.astype(jnp.float32)
+                total += jnp.sum(jnp.sum(value, axis=0), axis=1)
+            total *= steps[side]
+            if side == 0:
+                gate = total
+            else:
+                here = _index(active.shape, 0) == number
+                value = gate / (1 + jnp.exp(-gate)) * total
+                active = jnp.where(here, jnp.broadcast_to(value[None], active.shape), active)
+        low, high, h_scale, half_sum = _round_blocks(active, interpret)
         h_scale *= steps[2] * weight
         words_out = pl.ds(block * (rows // WORD_INPUTS), rows // WORD_INPUTS)
         plgpu.store(low_ref.at[choice, words_out], low)
@@ -290,7 +284,7 @@ def _gate_up_kernel(
 
     @pl.when(expert >= num_experts)
     def _():
-        nothing = jnp.zeros((rows // H_BLOCK,), jnp.float32)
+        nothing = jnp.zeros((num_tiles,), jnp.float32)
         plgpu.store(scale_ref.at[choice, blocks_out], nothing)
         plgpu.store(offset_ref.at[choice, blocks_out], nothing)
 
@@ -460,7 +454,6 @@ def draft_experts(
         layer["gate_up_codes"],
         layer["gate_up_scales"],
         *tables,
-        layer["down_codes"].reshape(num_experts, -1),
     )
     return pl.pallas_call(
         functools.partial(_down_kernel, group=inner // layer["down_scales"].shape[2], **common),

@@ -26,44 +26,48 @@ FFN_ROWS = 9
 def draft_variants(shape: cases.Shape) -> list[DraftExpertsConfig]:
     """Both kernels vary together: their times are read separately from the profile."""
     if shape.hidden <= 2048:
+        tall = dict(gate_up_rows=64, gate_up_ahead=4, gate_up_warps=16)
+        small = dict(down_rows=8, down_chunks=64)
         gate_up = [
-            dict(gate_up_words=128, gate_up_chunk_words=32),
-            dict(gate_up_words=128, gate_up_chunk_words=32, prefetch_down=True),
-            dict(gate_up_words=256, gate_up_chunk_words=64, gate_up_rows=32),
-            dict(gate_up_words=256, gate_up_chunk_words=64, gate_up_rows=32, prefetch_down=True),
-            dict(gate_up_words=256, gate_up_chunk_words=128, prefetch_down=True),
-            dict(gate_up_words=256, gate_up_chunk_words=128, gate_up_warps=8, prefetch_down=True),
+            tall,
+            dict(gate_up_rows=32, gate_up_ahead=3),
+            dict(gate_up_rows=64, gate_up_ahead=4, gate_up_warps=8),
+            dict(gate_up_rows=32, gate_up_ahead=2),
+            tall,
+            tall,
+            tall,
         ]
         down = [
-            dict(down_rows=8, down_chunks=64),
-            dict(down_rows=8, down_chunks=64),
+            small,
+            small,
+            small,
+            small,
             dict(down_rows=16, down_chunks=64, down_warps=16),
+            dict(down_rows=16, down_chunks=32),
             dict(down_rows=8, down_chunks=32),
-            dict(down_rows=8, down_chunks=16, down_warps=4),
-            dict(down_rows=16, down_chunks=32, down_warps=8),
         ]
     else:
+        tall = dict(gate_up_rows=64, gate_up_words=512, gate_up_ahead=3, gate_up_warps=16)
+        small = dict(down_rows=8, down_chunks=16, down_ahead=1, down_chunk_words=32)
         gate_up = [
-            dict(gate_up_words=128, gate_up_chunk_words=32),
-            dict(gate_up_words=128, gate_up_chunk_words=64, prefetch_down=True),
-            dict(gate_up_words=256, gate_up_chunk_words=64, gate_up_warps=8),
-            dict(gate_up_words=256, gate_up_chunk_words=64, gate_up_rows=32, gate_up_warps=8),
-            dict(gate_up_words=128, gate_up_chunk_words=64, gate_up_ahead=1),
-            dict(gate_up_words=256, gate_up_chunk_words=128, gate_up_warps=8, prefetch_down=True),
+            tall,
+            {**tall, "gate_up_rows": 32, "gate_up_ahead": 2},
+            {**tall, "gate_up_ahead": 2, "gate_up_warps": 8},
+            {**tall, "gate_up_ahead": 2},
+            tall,
+            tall,
         ]
-        wide = dict(down_chunk_words=32)
         down = [
-            dict(down_rows=8, down_chunks=16, down_ahead=1, **wide),
-            dict(down_rows=8, down_chunks=16, down_ahead=1, **wide),
-            dict(down_rows=8, down_chunks=16, down_ahead=1, down_warps=4, **wide),
-            dict(down_rows=16, down_chunks=16, down_ahead=1, **wide),
-            dict(down_rows=8, down_chunks=32, down_ahead=1),
-            dict(down_rows=8, down_chunks=8, down_ahead=2, down_warps=4, **wide),
+            small,
+            small,
+            small,
+            {**small, "down_warps": 4},
+            dict(down_rows=16, down_chunks=64, down_ahead=1, down_warps=16),
+            dict(down_rows=16, down_chunks=32, down_ahead=1, down_warps=16),
         ]
     common = dict(early_launch=True)
-    start = dict(gate_up_ahead=0)
     pairs = zip(gate_up, down, strict=True)
-    return [DraftExpertsConfig(**{**start, **g}, **d, **common) for g, d in pairs]
+    return [DraftExpertsConfig(**g, **d, **common) for g, d in pairs]
 
 
 def ffn_variants() -> list[ExpertFFNConfig]:

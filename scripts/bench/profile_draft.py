@@ -1,0 +1,27 @@
+"""Runs the draft kernels a few times on one shape, for a profiler such as ncu.
+
+    ncu --clock-control none -k regex:draft -s 4 -c 2 --section SpeedOfLight \\
+        python scripts/bench/profile_draft.py
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import kernel_cases as cases
+
+from pallas_kernels.draft_experts.config import DraftExpertsConfig
+from pallas_kernels.draft_experts.pallas_triton import draft_experts, pack_tables
+
+if __name__ == "__main__":
+    shape = cases.SHAPES[0]
+    layer = cases.random_draft_layer(shape)
+    layer |= pack_tables(layer["tables"])
+    config = DraftExpertsConfig(
+        gate_up_rows=64, gate_up_ahead=4, gate_up_warps=16, down_rows=8, down_chunks=64
+    )
+    run = jax.jit(lambda x, e, w, layer: draft_experts(x, e, w, layer, config=config))
+    x = jax.random.normal(jax.random.key(1), (1, shape.hidden), jnp.float32)
+    for seed in range(4):
+        experts, weights = cases.random_choices(shape, 1, seed)
+        jax.block_until_ready(run(x, experts, weights, layer))
