@@ -158,23 +158,22 @@ def route_layer(
     entries lengths[b]..lengths[b]+tokens-1 are overwritten. hidden: [batch, tokens, hidden].
     lengths: int32 [batch]. token_mask: bool [batch, tokens], false for padding. next_router: the
     next MoE layer's parameters, to predict its choice, or None. prompt: static, true where the
-    tokens are a prompt: rotation then goes by its last position (`lengths_seen`), and the tokens
-    run at once rather than in blocks (`blocks.py`). Pass the same to `close_layer`.
+    tokens are a prompt; see `lengths_seen`.
     """
     seen = lengths_seen(config, lengths, token_mask, prompt=prompt)
 
-    def body(offset: jax.Array, kv: KVLayer, block: Any) -> tuple[KVLayer, Routed]:
+    def body(start: jax.Array, kv: KVLayer, block: Any) -> tuple[KVLayer, Routed]:
         hidden, seen = block
         moe = MoEBlock(config, layer)
         variables = {"params": layer_params}
-        routed, kv = moe.apply(variables, hidden, kv, lengths + offset, seen, method="route")
+        routed, kv = moe.apply(variables, hidden, kv, start, seen, method="route")
         if next_router is not None:
             variables = {"params": next_router}
             predicted = moe.apply(variables, routed.residual, method="predict")
             routed = routed.replace(next_experts=predicted)
         return kv, routed
 
-    kv_layer, routed = run_over_tokens(body, kv_layer, (hidden, seen), token_mask, at_once=prompt)
+    kv_layer, routed = run_over_tokens(body, kv_layer, (hidden, seen), lengths, token_mask)
     mask = token_mask[..., None]
     routed = routed.replace(experts=jnp.where(mask, routed.experts, config.no_expert))
     if next_router is not None:
@@ -218,8 +217,6 @@ def close_layer(
     layer_params: LayerParams,
     routed: Routed,
     accumulated: jax.Array,
-    *,
-    prompt: bool = False,
 ) -> jax.Array:
     """The part of an MoE layer after its experts: shared expert and residual.
 
@@ -231,8 +228,9 @@ def close_layer(
         return state, moe.apply({"params": layer_params}, *block, method="close")
 
     token_mask = (routed.experts != config.no_expert).any(-1)
+    lengths = jnp.zeros(token_mask.shape[0], jnp.int32)
     routed = routed.replace(next_experts=None)
-    return run_over_tokens(body, None, (routed, accumulated), token_mask, at_once=prompt)[1]
+    return run_over_tokens(body, None, (routed, accumulated), lengths, token_mask)[1]
 
 
 def finish_layer(
@@ -241,8 +239,6 @@ def finish_layer(
     routed: Routed,
     slots: jax.Array,
     slot_row: jax.Array,
-    *,
-    prompt: bool = False,
 ) -> jax.Array:
     """Routed experts, shared expert and residual: `close_layer` of `accumulate_experts`.
 
@@ -250,7 +246,7 @@ def finish_layer(
     """
     accumulated = accumulate_experts(config, routed, slots, slot_row)
     accumulated = jax.lax.optimization_barrier(accumulated)
-    return close_layer(config, layer_params, routed, accumulated, prompt=prompt)
+    return close_layer(config, layer_params, routed, accumulated)
 
 
 def dense_layer(
@@ -267,11 +263,11 @@ def dense_layer(
     """Decoder layer `layer`, which has no routed experts. Arguments as in `route_layer`."""
     seen = lengths_seen(config, lengths, token_mask, prompt=prompt)
 
-    def body(offset: jax.Array, kv: KVLayer, block: Any) -> tuple[KVLayer, jax.Array]:
+    def body(start: jax.Array, kv: KVLayer, block: Any) -> tuple[KVLayer, jax.Array]:
         hidden, seen = block
         dense = DenseBlock(config, layer)
-        hidden, kv = dense.apply({"params": layer_params}, hidden, kv, lengths + offset, seen)
+        hidden, kv = dense.apply({"params": layer_params}, hidden, kv, start, seen)
         return kv, hidden
 
-    kv_layer, hidden = run_over_tokens(body, kv_layer, (hidden, seen), token_mask, at_once=prompt)
+    kv_layer, hidden = run_over_tokens(body, kv_layer, (hidden, seen), lengths, token_mask)
     return hidden, kv_layer

@@ -72,7 +72,7 @@ def verify(
 ) -> tuple[VerifyOutputs, KV]:
     """The target's logits for several tokens of each sequence, all layers in one program.
 
-    A token's logits do not depend on how many tokens come with it, provided batch * tokens >= 2
+    A token's bits do not depend on how many tokens or sequences come with it, provided tokens >= 2
     (pad with a masked token).
 
     params: {"shared": ..., "draft": ...}; only shared is used. slots: [num_slots, expert
@@ -124,7 +124,10 @@ def last_logits(
     hidden: [batch, tokens, hidden]. last: int32 [batch]. Returns float32 [batch, vocab].
     """
     picked = jnp.take_along_axis(hidden, last[:, None, None].astype(jnp.int32), axis=1)
-    return head(config, shared, picked)[:, 0]
+    # A second, masked token: a single one would not take the path that `verify` takes.
+    picked = jnp.concatenate((picked, picked), axis=1)
+    mask = jnp.broadcast_to(jnp.array([True, False]), picked.shape[:2])
+    return head(config, shared, picked, mask)[:, 0]
 
 
 def _target(
@@ -153,7 +156,7 @@ def _target(
         entering.append(hidden)
         routed, layers[layer] = optimization_barrier(route_layer(*args, prompt=prompt))
         total = optimization_barrier(accumulate_experts(config, routed, slots, slot_row))
-        closed = close_layer(config, weights, routed, total, prompt=prompt)
+        closed = close_layer(config, weights, routed, total)
         hidden = optimization_barrier(closed)
         experts.append(routed.experts)
         misses.append(count_misses(config, routed.experts, slot_row))

@@ -89,4 +89,5 @@ def head(
     def body(_: jax.Array, state: None, block: jax.Array) -> tuple[None, jax.Array]:
         return state, Outer(config).apply({"params": shared["outer"]}, block, method="head")
 
-    return run_over_tokens(body, None, hidden, token_mask)[1]
+    lengths = jnp.zeros(hidden.shape[0], jnp.int32)
+    return run_over_tokens(body, None, hidden, lengths, token_mask)[1]
