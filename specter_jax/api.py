@@ -222,7 +222,7 @@ def _generate_batch(
         draws=None if sampling.greedy else _draws(sampling, indices),
         kv_dtype=model.dtype,
     )
-    controller = DepthController(fixed=None if depth == AUTO else depth)
+    controller = DepthController(fixed=depth) if depth != AUTO else model.auto_depth(len(prompts))
     model.ensure_warm(batch, DEPTH_BUCKETS if depth == AUTO else (depth,))
     recorder = StatsRecorder(sequences=len(prompts))
     ctx = model.context(recorder, trace)

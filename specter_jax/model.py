@@ -13,6 +13,7 @@ import numpy as np
 
 from specter_jax.checkpoint import Checkpoint, open_checkpoint
 from specter_jax.config import ModelConfig, layer_name
+from specter_jax.controller import DepthController
 from specter_jax.engine.batch import Batch
 from specter_jax.engine.context import Context, Optimism
 from specter_jax.engine.programs import Programs, build_programs
@@ -47,6 +48,7 @@ class Model:
         pool: expert slots and transfers; it and `policy`, `optimism` carry over from one
             generation to the next, so that a warm cache stays warm.
         warm: shapes whose programs have run once, see `ensure_warm`.
+        controllers: what `depth="auto"` has measured, by policy and batch size.
         ledger: where the device's memory went. dtype: "bfloat16" or "float32", of computation.
     """
 
@@ -62,6 +64,7 @@ class Model:
     policy: str
     optimism: Optimism
     warm: set[tuple] = dataclasses.field(default_factory=set)
+    controllers: dict[tuple[str, int], DepthController] = dataclasses.field(default_factory=dict)
 
     def context(self, recorder: StatsRecorder, trace: Tracer) -> Context:
         """What the engine's phases share during one generation."""
@@ -79,6 +82,10 @@ class Model:
             optimism=self.optimism,
             device=self.device,
         )
+
+    def auto_depth(self, batch_size: int) -> DepthController:
+        """The controller of `depth="auto"` for the current policy; it keeps what it measured."""
+        return self.controllers.setdefault((self.policy, batch_size), DepthController())
 
     def ensure_warm(self, batch: Batch, depths: Sequence[int]) -> None:
         """Compiles what decoding `batch` at `depths` may run, once per set of shapes.

@@ -53,14 +53,16 @@ def iterate(
     resident_before = ctx.pool.cache.resident
     begin = time.perf_counter()
     ctx.eviction.begin_iteration()
-    drafted = draft(ctx, state, depth)
+    drafted = draft(ctx, state, depth, most=int(remaining[state.active].max()) - 1)
     drafted_at = time.perf_counter()
-    tokens, num_accepted = verify(ctx, state, drafted, resident_before)
-    ctx.eviction.end_iteration()
+    (tokens, num_accepted), chosen = verify(ctx, state, drafted, resident_before)
+    active = state.active
+    num_new = np.where(active, num_accepted + 1, 0)
+    # What the draft routed stands in for the target's choices; plain decoding has only these.
+    routing = None if depth else np.stack([chosen[m] for m in sorted(chosen)])[:, :, :1]
+    ctx.eviction.end_iteration(num_new, routing=routing)
     end = time.perf_counter()
 
-    active = state.active
-    num_new = num_accepted + 1
     ctx.recorder.record_iteration(depth, drafted.num_drafted[active], num_accepted[active])
     draft_ms, verify_ms = (drafted_at - begin) * 1e3, (end - drafted_at) * 1e3
     wait_ms = ctx.recorder.wait_ms - waited_before
@@ -72,6 +74,7 @@ def iterate(
             new_tokens=int(num_new[active].sum()),
             drafted=int(drafted.num_drafted.sum()),
             accepted=int(num_accepted[active].sum()),
+            judged=int(np.minimum(num_new, drafted.num_drafted)[active].sum()),
             draft_ms=draft_ms,
             wait_ms=wait_ms,
             verify_ms=verify_ms - wait_ms,

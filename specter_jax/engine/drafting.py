@@ -16,17 +16,17 @@ from specter_jax.offload import (
     Snapshot,
     cutoff_layer,
     plan_loads,
-    prefetch_admission,
 )
+from specter_jax.runtime_config import MAX_DEPTH
 
 
 @dataclasses.dataclass
 class Drafted:
     """What drafting leaves for verification.
 
-    tokens: int32 [B, K]; experts: int32 [M, B, S, k], routing of the S >= K positions the draft
-    ran; probs: per chunk float32 [B, C, V] on the device, () when greedy; predicted: the ELB at
-    the end, None if nothing was drafted; num_drafted: int32 [B].
+    tokens: int32 [B, K], of which num_drafted count; experts: int32 [M, B, S, k], routing of the S
+    positions the draft ran; probs: per chunk float32 [B, C, V] on the device, () when greedy;
+    predicted: the ELB at the end, None if nothing was drafted; num_drafted: int32 [B].
     """
 
     tokens: np.ndarray
@@ -41,24 +41,29 @@ def no_draft(batch: int) -> Drafted:
     return Drafted(np.zeros((batch, 0), np.int32), None, (), None, np.zeros(batch, np.int32))
 
 
-def draft(ctx: Context, state: DecodeState, depth: int) -> Drafted:
+def draft(ctx: Context, state: DecodeState, depth: int, most: int = MAX_DEPTH) -> Drafted:
     """Drafts `depth` tokens per active sequence and starts the transfers they call for.
 
     Where prefetch follows the draft and some expert is absent, one step more is run for its
     routing alone, so that the position after the last drafted token is predicted as well.
+
+    most: tokens worth drafting, fewer than `depth` towards the end of the output; what is missing
+        is padded, as verification at `depth` has fixed shapes. Sampling always drafts them all,
+        since the shapes of its probabilities follow the steps.
     """
     if depth == 0:
         return no_draft(state.batch)
+    useful = depth if state.draws is not None else max(1, min(depth, most))
     cover_last = ctx.policy.prefetch == "draft" and not ctx.pool.cache.resident.all()
-    num_steps = depth + cover_last
+    num_steps = useful + cover_last
     elb = ExpertLookaheadBuffer(ctx.config.num_moe_layers, ctx.config.num_experts)
     prefetcher = _Prefetcher(ctx, num_steps)
     tokens, experts, probs = [], [], []
     last = state.last
     done = 0
     while done < num_steps:
-        # A chunk never straddles `depth`, so that the shapes of `probs` depend on it alone.
-        steps = min(ctx.runtime.chunk_tokens, max(depth - done, 1))
+        # A chunk ends with the last token, so that the shapes of `probs` follow from `useful`.
+        steps = min(ctx.runtime.chunk_tokens, max(useful - done, 1))
         with ctx.trace.span("draft", "chunk", steps=steps, first=done):
             chunk, state.kv = ctx.programs.draft_chunk(
                 ctx.params, state.kv, last, state.lengths + done, state.active, state.draws, steps
@@ -66,18 +71,18 @@ def draft(ctx: Context, state: DecodeState, depth: int) -> Drafted:
             tokens.append(np.asarray(chunk.tokens))
             experts.append(np.asarray(chunk.experts))
         last = chunk.last
-        if chunk.probs is not None and done < depth:
+        if chunk.probs is not None and done < useful:
             probs.append(chunk.probs)
         done += steps
         elb.add(experts[-1].reshape(len(experts[-1]), -1, experts[-1].shape[-1]))
         snapshot = elb.snapshot()
-        prefetcher.boundary(snapshot, done)
+        prefetcher.boundary(snapshot, np.concatenate(experts, 2), done)
     return Drafted(
-        tokens=np.concatenate(tokens, 1)[:, :depth],
+        tokens=np.pad(np.concatenate(tokens, 1)[:, :useful], ((0, 0), (0, depth - useful))),
         experts=np.concatenate(experts, 2),
         probs=tuple(probs),
         predicted=snapshot,
-        num_drafted=np.where(state.active, depth, 0).astype(np.int32),
+        num_drafted=np.where(state.active, useful, 0).astype(np.int32),
     )
 
 
@@ -102,10 +107,12 @@ class _Prefetcher:
         self._num_steps = num_steps
         self._begin = time.perf_counter()
 
-    def boundary(self, snapshot: Snapshot, done: int) -> None:
-        """A chunk ended, `done` steps of the draft are over."""
+    def boundary(self, snapshot: Snapshot, routing: np.ndarray, done: int) -> None:
+        """A chunk ended; the draft's `done` steps so far chose `routing`, int [M, B, done, k]."""
         ctx = self._ctx
-        ctx.eviction.update_prediction(snapshot.predicted, coverage=done / self._num_steps)
+        ctx.eviction.update_prediction(
+            snapshot.predicted, coverage=done / self._num_steps, routing=routing
+        )
         if ctx.policy.prefetch != "draft":
             return
         with ctx.trace.span("host", "boundary", done=done):
@@ -114,7 +121,7 @@ class _Prefetcher:
             reach = reachable_layers(
                 snapshot.predicted.sum(1), self._num_steps / done, pool.num_slots
             )
-            admitted = self._admitted(arrived, reach)
+            admitted = self._admitted(arrived, reach, snapshot.predicted)
             pool.commit(admitted, next_layer=0)
             resident, staged = pool.cache.resident, pool.staged_mask()
             loads = plan_loads(
@@ -127,20 +134,14 @@ class _Prefetcher:
             # What no slot will take before verification occupies a staging buffer until then.
             # Later tokens will name more experts of the first layers, which are needed sooner.
             lasting = pool.max_in_flight * done // self._num_steps - len(arrived) + len(admitted)
-            pool.issue(loads[: len(self._admitted(loads, reach)) + max(0, lasting)])
+            pool.issue(
+                loads[: len(self._admitted(loads, reach, snapshot.predicted)) + max(0, lasting)]
+            )
 
-    def _admitted(self, loads: list[Key], reach: int) -> list[Key]:
-        """Those of `loads` that are worth more than what they would push out of the slots now."""
-        loads = [key for key in loads if key[0] < reach]
-        if not loads:
-            return []
-        pool = self._ctx.pool
-        return prefetch_admission(
-            loads,
-            victim_retention=pool.cache.victim_retention(0),
-            load_retention=self._ctx.eviction.retention(0),
-            num_free=pool.cache.num_free,
-        )
+    def _admitted(self, loads: list[Key], reach: int, predicted: np.ndarray) -> list[Key]:
+        """Those of `loads` that are worth a slot already now."""
+        near = [key for key in loads if key[0] < reach]
+        return self._ctx.pool.cache.admit(near, next_layer=0, protect=predicted)
 
     def _cutoff(self, snapshot: Snapshot, present: np.ndarray, done: int) -> int | None:
         """The first layer not to prefetch, by the latency model; None without a cut-off."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from specter_jax.engine.store import ExpertStore, device_sharding, host_sharding
 from specter_jax.offload import EvictionPolicy, ExpertCache
-from specter_jax.trace import NullTrace
+from specter_jax.trace import AsyncSpan, NullTrace
 
 Key = tuple[int, int]
 """(MoE layer, expert)."""
@@ -70,7 +70,8 @@ class SlotPool:
         self.trace = NullTrace()
         self._sharding = device_sharding(device)
         self._staged: collections.OrderedDict[Key, jax.Array] = collections.OrderedDict()
-        self._committing: collections.deque[tuple[jax.Array, int]] = collections.deque()
+        self._committing: collections.deque[tuple[jax.Array, list[Key]]] = collections.deque()
+        self._flights: dict[Key, AsyncSpan] = {}
         self._commit = _commit_program(device)
         self.slots = self._empty_slots(num_slots)
         self.cache = self._new_cache(num_slots, eviction)
@@ -102,7 +103,7 @@ class SlotPool:
     @property
     def in_flight(self) -> int:
         """Staging buffers that may still be occupied."""
-        return len(self._staged) + sum(count for _, count in self._committing)
+        return len(self._staged) + sum(len(keys) for _, keys in self._committing)
 
     def free_buffers(self) -> int:
         """Staging buffers free now."""
@@ -126,11 +127,20 @@ class SlotPool:
 
     def has_arrived(self, layer: int, expert: int) -> bool:
         """Whether a staged expert's copy has finished."""
-        return self._staged[layer, expert].is_ready()
+        arrived = self._staged[layer, expert].is_ready()
+        if arrived:
+            self._landed(layer, expert)
+        return arrived
+
+    def _landed(self, layer: int, expert: int) -> None:
+        """Ends the copy's span in the trace, at the moment the host learns of it."""
+        flight = self._flights.pop((layer, expert), None)
+        if flight is not None:
+            flight.end()
 
     def reset(self, eviction: EvictionPolicy) -> None:
         """Forgets all residents and in-flight copies; the slots keep their (unreachable) data."""
-        self._staged.clear()
+        self.drop(self.staged_keys())
         self.cache = self._new_cache(self.num_slots, eviction)
 
     def issue(self, keys: Sequence[Key], *, urgent: bool = False) -> int:
@@ -157,6 +167,11 @@ class SlotPool:
         with self.trace.span("transfers", "issue", experts=len(keys)):
             arrays = jax.device_put([self.store.get(*key) for key in keys], self._sharding)
         self._staged.update(zip(keys, arrays, strict=True))
+        if self.trace.enabled:
+            for layer, expert in keys:
+                self._flights[layer, expert] = self.trace.async_span(
+                    "transfers", f"layer {layer} expert {expert}"
+                )
         self.bytes_moved += len(keys) * self.store.expert_bytes
 
     def _reap(self, *, block: bool, keep: Sequence[Key] = ()) -> bool:
@@ -166,21 +181,27 @@ class SlotPool:
         """
         freed = False
         while self._committing and self._committing[0][0].is_ready():
-            self._committing.popleft()
+            self._finish_commit()
             freed = True
         if not freed and block:
             if not self._committing:
                 guesses = [key for key in self._staged if key not in keep]
                 self.drop(guesses[-1:])
                 return bool(guesses)
-            self._committing.popleft()[0].block_until_ready()
+            self._committing[0][0].block_until_ready()
+            self._finish_commit()
             freed = True
         return freed
+
+    def _finish_commit(self) -> None:
+        for key in self._committing.popleft()[1]:
+            self._landed(*key)
 
     def drop(self, keys: Iterable[Key]) -> None:
         """Gives up staged experts."""
         for key in keys:
-            self._staged.pop(key, None)
+            if self._staged.pop(key, None) is not None:
+                self._landed(*key)
 
     def commit(self, keys: Sequence[Key], *, next_layer: int) -> None:
         """Enqueues the writes of staged experts `keys` into slots chosen by the eviction policy.
@@ -206,7 +227,7 @@ class SlotPool:
             self.slots, done = self._commit(
                 self.slots, np.asarray(slot_ids, np.int32), tuple(arrays + arrays[-1:] * pad)
             )
-        self._committing.append((done, len(experts)))
+        self._committing.append((done, [(layer, expert) for expert in experts]))
 
     def load(self, keys: Sequence[Key], *, next_layer: int) -> None:
         """Brings `keys` into slots now: issue and commit, in as many turns as staging allows."""
@@ -219,7 +240,9 @@ class SlotPool:
 
     def settle(self) -> None:
         """Ends a generation, also an interrupted one: nothing stays pinned or on its way."""
-        self._staged.clear()
+        self.drop(self.staged_keys())
+        while self._reap(block=bool(self._committing)):
+            pass
         self.cache.unpin_all()
         if self.slots.is_deleted():
             # Interrupted between donating the buffer and receiving its successor.

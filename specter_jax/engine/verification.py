@@ -22,7 +22,7 @@ Choices = dict[int, np.ndarray]
 
 def verify(
     ctx: Context, state: DecodeState, drafted: Drafted, resident_before: np.ndarray
-) -> Accepted:
+) -> tuple[Accepted, Choices]:
     """Runs the target over the last token and the drafted ones and decides what is accepted.
 
     resident_before: bool [M, E], residents when the iteration began, for the statistics.
@@ -34,7 +34,7 @@ def verify(
     else:
         accepted, chosen = by_layers(ctx, state, drafted, tokens, resident_before)
     _count_matches(ctx, state, drafted, chosen)
-    return accepted
+    return accepted, chosen
 
 
 def verify_tokens(state: DecodeState, drafted: Drafted) -> np.ndarray:
