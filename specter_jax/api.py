@@ -133,6 +133,13 @@ def check_depth(depth: int | str) -> None:
         raise InvalidRequestError(f'depth is {depth!r}: give 0 to {MAX_DEPTH} or "auto"')
 
 
+def _depths(policy: str, depth: int | str) -> tuple[int, ...]:
+    """The depths at which a request may verify."""
+    if not get_policy(policy).speculative:
+        return (0,)
+    return DEPTH_BUCKETS if depth == AUTO else (depth,)
+
+
 def _batch_size(model: Model, batch_size: int | None) -> int:
     most = model.runtime.max_batch
     if batch_size is None:
@@ -223,7 +230,7 @@ def _generate_batch(
         kv_dtype=model.dtype,
     )
     controller = DepthController(fixed=depth) if depth != AUTO else model.auto_depth(len(prompts))
-    model.ensure_warm(batch, DEPTH_BUCKETS if depth == AUTO else (depth,))
+    model.ensure_warm(batch, _depths(model.policy, depth))
     recorder = StatsRecorder(sequences=len(prompts))
     ctx = model.context(recorder, trace)
     try:

@@ -68,7 +68,7 @@ def run_layers(
                 hidden,
                 run.lengths,
                 run.mask,
-                _next_router(ctx, m),
+                next_router(ctx, m),
             )
         # If the layer before lacked an expert, this is mostly the wait for its transfer.
         timed = ctx.recorder.timed("wait_ms") if waiting else contextlib.nullcontext()
@@ -87,7 +87,7 @@ def run_layers(
     return hidden, tuple(kv), chosen
 
 
-def _next_router(ctx: Context, m: int) -> Any:
+def next_router(ctx: Context, m: int) -> Any:
     """Parameters that predict the next MoE layer's routing from this layer's state (`sp-e`)."""
     if ctx.policy.prefetch != "next_layer" or m + 1 >= len(ctx.config.moe_layers):
         return None

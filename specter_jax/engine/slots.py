@@ -67,6 +67,8 @@ class SlotPool:
         self.max_in_flight = max_in_flight
         self.bytes_moved = 0
         self.load_ms = 0.0
+        # Set while the table names owners whose bytes no enqueued write has yet.
+        self._placing = False
         self.trace = NullTrace()
         self._sharding = device_sharding(device)
         self._staged: collections.OrderedDict[Key, jax.Array] = collections.OrderedDict()
@@ -217,6 +219,7 @@ class SlotPool:
 
     def _commit_some(self, layer: int, experts: list[int], next_layer: int) -> None:
         size = next(n for n in COMMIT_SIZES if n >= len(experts))
+        self._placing = True
         placements = self.cache.reserve_many(layer, experts, next_layer=next_layer)
         slot_ids = [placement.slot for placement in placements]
         arrays = [self._staged.pop((layer, expert)) for expert in experts]
@@ -224,10 +227,17 @@ class SlotPool:
         pad = size - len(experts)
         slot_ids += slot_ids[-1:] * pad
         with self.trace.span("commits", "commit", layer=layer, experts=len(experts)):
-            self.slots, done = self._commit(
-                self.slots, np.asarray(slot_ids, np.int32), tuple(arrays + arrays[-1:] * pad)
-            )
+            done = self.write(slot_ids, arrays + arrays[-1:] * pad)
+        self._placing = False
         self._committing.append((done, [(layer, expert) for expert in experts]))
+
+    def write(self, slot_ids: Sequence[int], arrays: Sequence[jax.Array]) -> jax.Array:
+        """Enqueues the write of experts [3 * F * H] into slots; as many as COMMIT_SIZES has.
+
+        Returns a host array that is ready when they are written.
+        """
+        self.slots, done = self._commit(self.slots, np.asarray(slot_ids, np.int32), tuple(arrays))
+        return done
 
     def load(self, keys: Sequence[Key], *, next_layer: int) -> None:
         """Brings `keys` into slots now: issue and commit, in as many turns as staging allows."""
@@ -247,7 +257,10 @@ class SlotPool:
         if self.slots.is_deleted():
             # Interrupted between donating the buffer and receiving its successor.
             self.slots = self._empty_slots(self.num_slots)
+            self._placing = True
+        if self._placing:
             self.cache = self._new_cache(self.num_slots, self.cache.eviction)
+            self._placing = False
 
     def fill(self) -> None:
         """Fills free slots with experts, spread evenly over the layers, before the first use."""

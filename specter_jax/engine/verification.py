@@ -133,12 +133,11 @@ def by_layers(
     drafted: Drafted,
     tokens: np.ndarray,
     resident_before: np.ndarray,
-    group_size: int | None = None,
 ) -> tuple[Accepted, Choices]:
-    """Layer by layer from the start, experts computed in groups of at most `group_size`."""
+    """Layer by layer from the start."""
     hidden = ctx.programs.embed(ctx.shared, tokens)
     misses_before = ctx.recorder.demand_misses
-    result = _layers_and_head(ctx, state, drafted, tokens, hidden, 0, resident_before, group_size)
+    result = _layers_and_head(ctx, state, drafted, tokens, hidden, 0, resident_before)
     ctx.optimism.observe(ctx.recorder.demand_misses > misses_before)
     return result
 
@@ -151,7 +150,6 @@ def _layers_and_head(
     hidden: jax.Array,
     start_layer: int,
     resident_before: np.ndarray,
-    group_size: int | None = None,
 ) -> tuple[Accepted, Choices]:
     """Decoder layers from `start_layer` on, then head and acceptance."""
     # Past its cut-off layer, `sp-l` loads on demand.
@@ -160,7 +158,7 @@ def _layers_and_head(
     run = Pass(
         lengths=state.lengths,
         mask=state.active[:, None] & (np.arange(tokens.shape[1]) <= drafted.num_drafted[:, None]),
-        group_size=group_size or ctx.pool.num_slots,
+        group_size=ctx.pool.num_slots,
         predicted=None if guess is None else guess.predicted,
         counts=None if guess is None else guess.counts,
         resident_before=resident_before,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from specter_jax.engine.batch import Batch
 from specter_jax.engine.context import Context
 from specter_jax.engine.drafting import Drafted
+from specter_jax.engine.layered import next_router
 from specter_jax.engine.prefill import prefill
 from specter_jax.engine.slots import COMMIT_SIZES
 from specter_jax.engine.state import DecodeState
+from specter_jax.engine.store import device_sharding
 from specter_jax.engine.verification import by_layers, one_program, resume, verify_tokens
 
 
@@ -22,6 +25,9 @@ def warm_up(ctx: Context, batch: Batch, depths: Sequence[int]) -> None:
     """
     _warm_commits(ctx)
     state, _ = prefill(ctx, batch)
+    if not ctx.pool.cache.resident.all():
+        for width in sorted(set(batch.widths(ctx.runtime))):
+            _warm_experts(ctx, state, width, prompt=True)
     if any(depths):
         for steps in sorted({1, ctx.runtime.chunk_tokens}):
             # From a token of the host's, then from the chunk before.
@@ -32,13 +38,43 @@ def warm_up(ctx: Context, batch: Batch, depths: Sequence[int]) -> None:
 
 
 def _warm_commits(ctx: Context) -> None:
-    """Writes experts into slots in groups of every size that there is a program for."""
-    pool = ctx.pool
-    ctx.eviction.begin_iteration()
+    """Writes into a slot with every program there is; what it held is lost until the reset."""
+    if ctx.pool.cache.resident.all():
+        return
+    expert = jax.device_put(ctx.pool.store.get(0, 0), device_sharding(ctx.device))
     for size in COMMIT_SIZES:
-        absent = np.flatnonzero(~pool.cache.resident[0])[:size]
-        if len(absent) == size <= min(pool.num_slots, pool.max_in_flight):
-            pool.load([(0, int(expert)) for expert in absent], next_layer=0)
+        ctx.pool.write([0] * size, [expert] * size)
+
+
+def _warm_experts(ctx: Context, state: DecodeState, num_tokens: int, *, prompt: bool) -> None:
+    """Both ways of computing routed experts: all together, and in groups that add up.
+
+    Which of them a request needs depends on its routing, which the warm-up cannot know.
+    """
+    shape = (state.batch, num_tokens)
+    in_group = np.ones(ctx.config.num_experts, bool)
+    kv = list(state.kv)
+    # The last layer's routing predicts no next layer, and so has another structure.
+    for m in sorted({0, ctx.config.num_moe_layers - 1}):
+        layer = ctx.config.moe_layers[m]
+        params, row = ctx.layer_params(layer), ctx.pool.table()[m]
+        hidden = ctx.programs.embed(ctx.shared, np.zeros(shape, np.int32))
+        routed, _, kv[layer] = ctx.programs.route(
+            ctx.representative(layer),
+            prompt,
+            params,
+            kv[layer],
+            hidden,
+            np.zeros(state.batch, np.int32),
+            np.ones(shape, bool),
+            next_router(ctx, m),
+        )
+        ctx.programs.experts(params, routed, ctx.pool.slots, row)
+        total = None
+        for _ in range(2):
+            total = ctx.programs.accumulate(routed, ctx.pool.slots, row, in_group, total)
+        ctx.programs.close(params, routed, total)
+    state.kv = tuple(kv)
 
 
 def _draft(ctx: Context, state: DecodeState, last, steps: int):
@@ -66,7 +102,6 @@ def _warm_verification(ctx: Context, state: DecodeState, depth: int) -> None:
     resident = ctx.pool.cache.resident
     out = one_program(ctx, state, drafted, tokens)
     resume(ctx, state, drafted, tokens, out, 0, resident)
+    by_layers(ctx, state, drafted, tokens, resident)
     if ctx.pool.num_slots < ctx.config.num_experts:
-        by_layers(ctx, state, drafted, tokens, resident, group_size=1)
-    else:
-        by_layers(ctx, state, drafted, tokens, resident)
+        _warm_experts(ctx, state, tokens.shape[1], prompt=False)
