@@ -23,6 +23,7 @@ exactly.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 
 import jax
@@ -210,11 +211,11 @@ def _gate_up_kernel(
         def lanes_of(tile):
             return (*tile[:2], chunk // X_BLOCK_WORDS)
 
-        def read(number, side):
-            """Codes and scales of one tile's rows of gate (side 0) or up (side 1)."""
-            top = first + number * H_BLOCK + side * inner
+        def read(number):
+            """Codes and scales of a tile's rows, of gate then of up; nothing past the last."""
             parts = []
-            for start, tile in pieces:
+            for side, (start, tile) in itertools.product((0, 1), pieces):
+                top = first + number * H_BLOCK + side * inner
                 lanes = lanes_of(tile)
                 words = plgpu.load(
                     codes_ref.at[
@@ -222,11 +223,15 @@ def _gate_up_kernel(
                         _index(tile, 1, top),
                         _index(tile, 0, start, chunk) + _index(tile, 2),
                     ],
+                    mask=jnp.broadcast_to(number < num_tiles, tile),
+                    other=0,
                     eviction_policy=config.eviction_policy,
                 )
                 column = _index(lanes, 0, start, chunk) + _index(lanes, 2, 0, X_BLOCK_WORDS)
                 scales = plgpu.load(
-                    scales_ref.at[expert, _index(lanes, 1, top), column // (group // WORD_INPUTS)]
+                    scales_ref.at[expert, _index(lanes, 1, top), column // (group // WORD_INPUTS)],
+                    mask=jnp.broadcast_to(number < num_tiles, lanes),
+                    other=0.0,
                 )
                 parts.append((words, scales))
             return parts
@@ -237,8 +242,8 @@ def _gate_up_kernel(
             flat = (tile[0] * chunk // X_BLOCK_WORDS, lane_inputs)
             position = _index(flat, 0, start * WORD_INPUTS, lane_inputs) + _index(flat, 1)
             inputs.append(plgpu.load(x_ref.at[row, position]))
-        work = [(number, side) for number in range(num_tiles) for side in (0, 1)]
-        queue = [read(*item) for item in work[: config.gate_up_ahead]]
+        ahead = min(config.gate_up_ahead, num_tiles)
+        queue = [read(number) for number in range(ahead)]
         tables = [[bytes_ref[expert, side, half] for half in (0, 1)] for side in (0, 1)]
         steps = [steps_ref[expert, projection] for projection in (0, 1, 2)]
         weight = weights_ref[row, slot]
@@ -254,26 +259,26 @@ def _gate_up_kernel(
             )
             rounded.append((low, high, x_scale, offset))
 
-        active = jnp.zeros((num_tiles, H_BLOCK), jnp.float32)
-        gate = None
-        for place, (number, side) in enumerate(work):
-            queue.extend(read(*item) for item in work[place + config.gate_up_ahead :][:1])
-            parts = queue.pop(0)
-            total = jnp.zeros((H_BLOCK,), jnp.float32)
-            for (words, scales), x, (_, tile) in zip(parts, rounded, pieces, strict=True):
-                low, high, x_scale, offset = x
+        def one_tile(number, carry):
+            active, queue = carry
+            parts, queue = queue[0], [*queue[1:], read(number + ahead)]
+            totals = [jnp.zeros((H_BLOCK,), jnp.float32)] * 2
+            for place, (words, scales) in enumerate(parts):
+                side, piece = divmod(place, len(pieces))
+                low, high, x_scale, offset = rounded[piece]
+                tile = pieces[piece][1]
                 product = _word_product(words, low, high, *tables[side], interpret)
                 product = jnp.sum(product.reshape(*lanes_of(tile), X_BLOCK_WORDS), axis=3)
                 value = _fma(product.astype(jnp.float32), x_scale, offset, interpret)
                 value *= scales.astype(jnp.float32)
-                total += jnp.sum(jnp.sum(value, axis=0), axis=1)
-            total *= steps[side]
-            if side == 0:
-                gate = total
-            else:
-                here = _index(active.shape, 0) == number
-                value = gate / (1 + jnp.exp(-gate)) * total
-                active = jnp.where(here, jnp.broadcast_to(value[None], active.shape), active)
+                totals[side] += jnp.sum(jnp.sum(value, axis=0), axis=1)
+            gate, up = (total * step for total, step in zip(totals, steps[:2], strict=True))
+            value = gate / (1 + jnp.exp(-gate)) * up
+            here = _index(active.shape, 0) == number
+            return jnp.where(here, jnp.broadcast_to(value[None], active.shape), active), queue
+
+        active = jnp.zeros((num_tiles, H_BLOCK), jnp.float32)
+        active, _ = lax.fori_loop(0, num_tiles, one_tile, (active, queue))
         low, high, h_scale, half_sum = _round_blocks(active, interpret)
         h_scale *= steps[2] * weight
         words_out = pl.ds(block * (rows // WORD_INPUTS), rows // WORD_INPUTS)

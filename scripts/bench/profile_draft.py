@@ -10,17 +10,14 @@ import jax
 import jax.numpy as jnp
 import kernel_cases as cases
 
-from pallas_kernels.draft_experts.config import DraftExpertsConfig
-from pallas_kernels.draft_experts.pallas_triton import draft_experts, pack_tables
+from pallas_kernels.draft_experts.api import draft_experts
+from pallas_kernels.draft_experts.pallas_triton import pack_tables
 
 if __name__ == "__main__":
     shape = cases.SHAPES[0]
     layer = cases.random_draft_layer(shape)
     layer |= pack_tables(layer["tables"])
-    config = DraftExpertsConfig(
-        gate_up_rows=64, gate_up_ahead=4, gate_up_warps=16, down_rows=8, down_chunks=64
-    )
-    run = jax.jit(lambda x, e, w, layer: draft_experts(x, e, w, layer, config=config))
+    run = jax.jit(draft_experts)
     x = jax.random.normal(jax.random.key(1), (1, shape.hidden), jnp.float32)
     for seed in range(4):
         experts, weights = cases.random_choices(shape, 1, seed)

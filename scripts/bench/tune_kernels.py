@@ -1,11 +1,13 @@
 """Times block shapes of the kernels on this GPU and prints the best of each shape.
 
-    PYTHONPATH=. python scripts/bench/tune_kernels.py --out results.json [--ops draft,ffn]
+PYTHONPATH=. python scripts/bench/tune_kernels.py --out results.json [--ops draft,ffn]
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import dataclasses
 import json
 import tempfile
 import time
@@ -15,10 +17,13 @@ import jax
 import jax.numpy as jnp
 import kernel_cases as cases
 
+from pallas_kernels.draft_experts import config as draft_config
 from pallas_kernels.draft_experts.config import DraftExpertsConfig
 from pallas_kernels.draft_experts.pallas_triton import draft_experts, pack_tables
+from pallas_kernels.expert_ffn import config as ffn_config
 from pallas_kernels.expert_ffn.config import ExpertFFNConfig
 from pallas_kernels.expert_ffn.pallas_triton import expert_ffn
+from pallas_kernels.tuning import device_file_name
 
 FFN_ROWS = 9
 
@@ -26,45 +31,29 @@ FFN_ROWS = 9
 def draft_variants(shape: cases.Shape) -> list[DraftExpertsConfig]:
     """Both kernels vary together: their times are read separately from the profile."""
     if shape.hidden <= 2048:
-        tall = dict(gate_up_rows=64, gate_up_ahead=4, gate_up_warps=16)
         small = dict(down_rows=8, down_chunks=64)
+        tall = dict(down_rows=16, down_chunks=64, down_warps=16)
         gate_up = [
-            tall,
-            dict(gate_up_rows=32, gate_up_ahead=3),
-            dict(gate_up_rows=64, gate_up_ahead=4, gate_up_warps=8),
-            dict(gate_up_rows=32, gate_up_ahead=2),
-            tall,
-            tall,
-            tall,
+            dict(gate_up_rows=64, gate_up_ahead=2, gate_up_warps=16),
+            dict(gate_up_rows=64, gate_up_ahead=1, gate_up_warps=16),
+            dict(gate_up_rows=32, gate_up_ahead=1),
+            dict(gate_up_rows=16, gate_up_ahead=1),
+            dict(gate_up_rows=16, gate_up_ahead=1, gate_up_chunk_words=32, gate_up_warps=4),
+            dict(gate_up_rows=64, gate_up_ahead=2, gate_up_warps=16),
         ]
-        down = [
-            small,
-            small,
-            small,
-            small,
-            dict(down_rows=16, down_chunks=64, down_warps=16),
-            dict(down_rows=16, down_chunks=32),
-            dict(down_rows=8, down_chunks=32),
-        ]
+        down = [small, small, small, small, small, tall]
     else:
-        tall = dict(gate_up_rows=64, gate_up_words=512, gate_up_ahead=3, gate_up_warps=16)
-        small = dict(down_rows=8, down_chunks=16, down_ahead=1, down_chunk_words=32)
+        small = dict(down_rows=8, down_chunks=16, down_ahead=1, down_chunk_words=32, down_warps=4)
+        eight = {**small, "down_warps": 8}
+        wide = dict(gate_up_words=512, gate_up_warps=16)
         gate_up = [
-            tall,
-            {**tall, "gate_up_rows": 32, "gate_up_ahead": 2},
-            {**tall, "gate_up_ahead": 2, "gate_up_warps": 8},
-            {**tall, "gate_up_ahead": 2},
-            tall,
-            tall,
+            dict(gate_up_rows=16, gate_up_ahead=1, **wide),
+            dict(gate_up_rows=32, gate_up_ahead=1, **wide),
+            dict(gate_up_rows=64, gate_up_ahead=1, **wide),
+            dict(gate_up_rows=16, gate_up_ahead=1, gate_up_words=512, gate_up_chunk_words=64),
+            dict(gate_up_rows=16, gate_up_ahead=1, **wide),
         ]
-        down = [
-            small,
-            small,
-            small,
-            {**small, "down_warps": 4},
-            dict(down_rows=16, down_chunks=64, down_ahead=1, down_warps=16),
-            dict(down_rows=16, down_chunks=32, down_ahead=1, down_warps=16),
-        ]
+        down = [small, small, small, small, eight]
     common = dict(early_launch=True)
     pairs = zip(gate_up, down, strict=True)
     return [DraftExpertsConfig(**g, **d, **common) for g, d in pairs]
@@ -72,12 +61,25 @@ def draft_variants(shape: cases.Shape) -> list[DraftExpertsConfig]:
 
 def ffn_variants() -> list[ExpertFFNConfig]:
     return [
-        ExpertFFNConfig(block_out=64, block_in=64, num_stages=4),
         ExpertFFNConfig(block_out=64, block_in=64, num_stages=6),
         ExpertFFNConfig(block_out=64, block_in=128, num_stages=3),
-        ExpertFFNConfig(block_out=128, block_in=64, num_stages=4),
-        ExpertFFNConfig(block_out=128, block_in=64, num_stages=3, num_warps=8),
     ]
+
+
+def write_table(folder: Path, device: str, timed: dict) -> None:
+    """Writes the config with the least total time of each pair of sizes (see `tuning.py`).
+
+    timed: (hidden, inner) -> config -> times in us of the shapes that have these sizes.
+    """
+    entries = []
+    for (hidden, inner), configs in timed.items():
+        most = max(len(times) for times in configs.values())
+        best = min((c for c in configs if len(configs[c]) == most), key=lambda c: sum(configs[c]))
+        fields = dataclasses.asdict(best)
+        fields.pop("block_rows", None)  # depends on the number of rows, not on the device
+        entries.append({"match": {"hidden": hidden, "inner": inner}, "config": fields})
+    file = folder / device_file_name(device)
+    file.write_text(json.dumps(entries, indent=1) + "\n")
 
 
 def kernel_times(run) -> dict[str, float]:
@@ -102,9 +104,7 @@ def kernel_times(run) -> dict[str, float]:
 def time_draft(shape: cases.Shape, layer, config: DraftExpertsConfig) -> dict:
     """One layer's time, over calls that use each expert once and feed each other."""
     num_calls = 2 * (shape.num_experts // shape.top_k)
-    order = jnp.arange(num_calls * shape.top_k, dtype=jnp.int32) % (
-        num_calls // 2 * shape.top_k
-    )
+    order = jnp.arange(num_calls * shape.top_k, dtype=jnp.int32) % (num_calls // 2 * shape.top_k)
     experts = order.reshape(num_calls, 1, shape.top_k)
     weights = jnp.full((1, shape.top_k), 1 / shape.top_k, jnp.float32)
 
@@ -150,16 +150,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ops", default="draft,ffn")
     parser.add_argument("--shapes", default="")
+    parser.add_argument("--write", action="store_true", help="replace the tuned tables")
     arguments = parser.parse_args()
     bandwidth = cases.copy_bandwidth()
     device = jax.devices()[0].device_kind
     print(device, {name: f"{value / 1e12:.2f} TB/s" for name, value in bandwidth.items()})
     report = {"device": device, "jax": jax.__version__, "bandwidth": bandwidth, "rows": []}
 
+    timed = collections.defaultdict(lambda: collections.defaultdict(list))
+
     def add(op: str, shape: cases.Shape, config, num_bytes: int, figures: dict) -> None:
         share = num_bytes / (figures["us"] * 1e-6) / bandwidth["copy"]
         row = {"op": op, "shape": shape.name, "config": repr(config), "bytes": num_bytes}
         report["rows"].append({**row, "share": share, **figures})
+        timed[op, shape.hidden, shape.inner][config].append(figures["us"])
         arguments.out.write_text(json.dumps(report, indent=1))
         kernels = {
             name[:16]: round(us, 2) for name, us in figures["kernels_us"].items() if us > 2.5
@@ -184,6 +188,11 @@ def main() -> None:
                 num_bytes = figures["experts"] * shape.expert_elements * 2
                 add("ffn", shape, config, num_bytes, figures)
             del slots
+    if arguments.write:
+        for op, module in (("draft", draft_config), ("ffn", ffn_config)):
+            table = {tuple(key[1:]): configs for key, configs in timed.items() if key[0] == op}
+            if table:
+                write_table(module.TUNED_FOLDER, device, table)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,66 @@
+"""Draft experts: one signature, and the choice of who computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import jax
+
+from pallas_kernels import tuning
+from pallas_kernels.draft_experts import pallas_triton, reference
+from pallas_kernels.draft_experts.config import config_for, unsupported_reason
+
+Implementation = Literal["pallas", "reference"]
+
+
+def draft_experts(
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    layer: Mapping[str, jax.Array],
+    *,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Weighted sum of each row's chosen INT4 experts; arrays as in `reference.draft_experts`.
+
+    `layer` may hold `pallas_triton.pack_tables(layer["tables"])` beside the rest; the kernels then
+    need not derive it. implementation: None takes the kernels on an NVIDIA GPU where they support
+    the sizes, and the reference otherwise.
+
+    Raises:
+        NotImplementedError: `implementation="pallas"` cannot run this; the text says why.
+        ValueError: unknown implementation.
+    """
+    reason = _why_not_pallas(x, layer)
+    if implementation is None:
+        implementation = "reference" if reason else "pallas"
+    if implementation == "reference":
+        return reference.draft_experts(x, experts, weights, layer_arrays(layer))
+    if implementation != "pallas":
+        raise ValueError(
+            f'implementation must be "pallas", "reference" or None, got {implementation!r}'
+        )
+    if reason:
+        raise NotImplementedError(f"draft_experts by Pallas: {reason}")
+    hidden, inner = _sizes(x, layer)
+    config = config_for(hidden, inner, tuning.device_kind())
+    return pallas_triton.draft_experts(x, experts, weights, layer, config=config)
+
+
+def layer_arrays(layer: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """The arrays of the draft format, without those derived for the kernels."""
+    return {name: value for name, value in layer.items() if not name.startswith("table_")}
+
+
+def _sizes(x: jax.Array, layer: Mapping[str, jax.Array]) -> tuple[int, int]:
+    return x.shape[1], layer["gate_up_codes"].shape[1] // 2
+
+
+def _why_not_pallas(x: jax.Array, layer: Mapping[str, jax.Array]) -> str | None:
+    if not tuning.is_cuda_gpu():
+        return f"needs an NVIDIA GPU, the default device is {tuning.device_kind()}"
+    hidden, inner = _sizes(x, layer)
+    hidden_group = hidden // layer["gate_up_scales"].shape[2]
+    inner_group = inner // layer["down_scales"].shape[2]
+    return unsupported_reason(hidden, inner, hidden_group, inner_group)

@@ -1,0 +1,62 @@
+"""Expert FFN: one signature, and the choice of who computes it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import tuning
+from pallas_kernels.expert_ffn import pallas_triton, reference
+from pallas_kernels.expert_ffn.config import config_for, unsupported_reason
+
+Implementation = Literal["pallas", "reference"]
+
+
+def expert_ffn(
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    slots: jax.Array,
+    slot_row: jax.Array,
+    accumulate: jax.Array | None = None,
+    compute_dtype: jax.typing.DTypeLike = jnp.float32,
+    *,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Weighted sum of each row's chosen experts; arrays as in `reference.expert_ffn`.
+
+    implementation: None takes the kernels on an NVIDIA GPU where they support the sizes, and the
+    reference otherwise.
+
+    Raises:
+        NotImplementedError: `implementation="pallas"` cannot run this; the text says why.
+        ValueError: unknown implementation.
+    """
+    arguments = (x, experts, weights, slots, slot_row, accumulate, compute_dtype)
+    hidden = x.shape[1]
+    inner = slots.shape[1] // (3 * hidden)
+    dtype_name = jnp.dtype(compute_dtype).name
+    reason = unsupported_reason(hidden, inner, dtype_name)
+    if not tuning.is_cuda_gpu():
+        reason = f"needs an NVIDIA GPU, the default device is {tuning.device_kind()}"
+    if implementation is None:
+        implementation = "reference" if reason else "pallas"
+    if implementation == "reference":
+        return reference.expert_ffn(*arguments)
+    if implementation != "pallas":
+        raise ValueError(
+            f'implementation must be "pallas", "reference" or None, got {implementation!r}'
+        )
+    if reason:
+        raise NotImplementedError(f"expert_ffn by Pallas: {reason}")
+    config = config_for(
+        hidden,
+        inner,
+        dtype_name,
+        tuning.device_kind(),
+        num_choices=experts.size,
+        num_experts=slot_row.shape[0],
+    )
+    return pallas_triton.expert_ffn(*arguments, config=config)
