@@ -1,6 +1,6 @@
 """Compares logits with transformers on Hugging Face checkpoints.
 
-    python scripts/parity.py MODEL_DIR... [--prompt-length 64] [--steps 32] [--bfloat16]
+    python scripts/parity.py MODEL_DIR... [--prompt-length 64] [--steps 32] [--seed 0] [--bfloat16]
 
 Prints, for each directory, max|difference| / max|reference| over a prompt's last position and
 cached decode steps, float32 against float32. With --bfloat16 also the bfloat16 errors of both
@@ -21,7 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 TOLERANCE = 1e-4
 
 
-def compare(directory: Path, prompt_length: int, steps: int, bfloat16: bool) -> dict[str, float]:
+def compare(
+    directory: Path, prompt_length: int, steps: int, bfloat16: bool, seed: int = 0
+) -> dict[str, float]:
     """Relative errors of one checkpoint, by name."""
     import jax.numpy as jnp
     import ml_dtypes
@@ -34,7 +36,7 @@ def compare(directory: Path, prompt_length: int, steps: int, bfloat16: bool) -> 
 
     config = ModelConfig.from_hf(json.loads((directory / "config.json").read_text()))
     tensors = read_checkpoint(directory)
-    tokens = np.random.default_rng(0).integers(4, config.vocab_size, prompt_length + steps)
+    tokens = np.random.default_rng(seed).integers(4, config.vocab_size, prompt_length + steps)
 
     def ours(numpy_dtype: object, dtype: object) -> np.ndarray:
         cast = {name: tensor.astype(numpy_dtype) for name, tensor in tensors.items()}
@@ -72,11 +74,12 @@ def main() -> int:
     parser.add_argument("models", nargs="+", type=Path)
     parser.add_argument("--prompt-length", type=int, default=64)
     parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0, help="of the random tokens")
     parser.add_argument("--bfloat16", action="store_true")
     args = parser.parse_args()
     worst = 0.0
     for directory in args.models:
-        errors = compare(directory, args.prompt_length, args.steps, args.bfloat16)
+        errors = compare(directory, args.prompt_length, args.steps, args.bfloat16, args.seed)
         worst = max(worst, errors["float32"])
         print(
             directory.name, *(f"{name}={error:.2e}" for name, error in errors.items()), flush=True
