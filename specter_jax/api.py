@@ -222,14 +222,16 @@ def _generate_batch(
     sampling: SamplingConfig,
     trace: Tracer,
 ) -> StatsRecorder:
-    longest = max(len(prompt) for prompt in prompts)
+    most = model.runtime.max_context
     batch = Batch(
         prompts=prompts,
-        max_new_tokens=min(max_new_tokens, model.runtime.max_context - longest),
+        limits=[min(max_new_tokens, most - len(prompt)) for prompt in prompts],
         draws=None if sampling.greedy else _draws(sampling, indices),
         kv_dtype=model.dtype,
     )
     controller = DepthController(fixed=depth) if depth != AUTO else model.auto_depth(len(prompts))
+    # An interruption while slots were filled comes to light here.
+    model.pool.settle()
     model.ensure_warm(batch, _depths(model.policy, depth))
     recorder = StatsRecorder(sequences=len(prompts))
     ctx = model.context(recorder, trace)

@@ -15,12 +15,13 @@ from specter_jax.runtime_config import RuntimeConfig, kv_capacity, prefill_width
 class Batch:
     """B prompts, int32 [length] each, and how many tokens each may gain.
 
+    limits: the latter, one number a prompt, since what the context leaves differs.
     draws: sampling arguments, None for greedy. kv_dtype: "float32" or "bfloat16", which is also
     that of the computation.
     """
 
     prompts: Sequence[np.ndarray]
-    max_new_tokens: int
+    limits: Sequence[int]
     draws: Draws | None
     kv_dtype: str
 
@@ -35,5 +36,7 @@ class Batch:
 
     def capacity(self, runtime: RuntimeConfig) -> int:
         """KV entries per sequence."""
-        longest = max(self.lengths) + self.max_new_tokens
+        longest = max(
+            length + limit for length, limit in zip(self.lengths, self.limits, strict=True)
+        )
         return kv_capacity(self.lengths, longest, runtime.prefill_tokens)

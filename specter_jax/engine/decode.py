@@ -28,7 +28,7 @@ def decode(ctx: Context, batch: Batch, controller: DepthController, on_tokens: O
     with ctx.recorder.timed("prefill_ms"):
         state, first = prefill(ctx, batch)
     ctx.recorder.first_token()
-    remaining = np.full(state.batch, batch.max_new_tokens)
+    remaining = np.array(batch.limits)
     _hand_out(ctx, state, remaining, first[:, None], np.ones(state.batch, int), on_tokens)
     while state.active.any():
         iterate(ctx, state, remaining, controller, on_tokens)
