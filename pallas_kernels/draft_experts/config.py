@@ -18,7 +18,7 @@ class DraftExpertsConfig:
     decoded at once. gate_up_chunk_words: neighbouring words of a row that a warp reads together.
     gate_up_ahead: tiles of 16 positions read before they are needed.
     down_rows: outputs, a multiple of 8. down_chunk_words: as above; divides a row.
-    down_chunks: chunks decoded at once. down_ahead: such pieces read ahead.
+    down_chunks: chunks decoded at once, a power of two. down_ahead: such steps read ahead.
     early_launch: let the next kernel be launched while this one runs (compute capability 9 on).
     """
 
@@ -27,8 +27,8 @@ class DraftExpertsConfig:
     gate_up_chunk_words: int = 128
     gate_up_ahead: int = 1
     gate_up_warps: int = 8
-    down_rows: int = 8
-    down_chunks: int = 64
+    down_rows: int = 16
+    down_chunks: int = 8
     down_chunk_words: int = 16
     down_ahead: int = 2
     down_warps: int = 8
@@ -55,6 +55,7 @@ def config_for(hidden: int, inner: int, device_kind: str) -> DraftExpertsConfig:
     default = {
         "gate_up_rows": min(64, _power_of_two_in(inner)),
         "gate_up_chunk_words": min(128, _power_of_two_in(hidden_words)),
+        "down_rows": 16 if hidden % 16 == 0 else 8,
         "down_chunk_words": min(16, _power_of_two_in(inner_words)),
     }
     tuned = tuned_fields(TUNED_FOLDER, device_kind, hidden=hidden, inner=inner)

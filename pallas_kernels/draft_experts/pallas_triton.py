@@ -42,6 +42,7 @@ H_BLOCK = 16
 _H_BLOCK_WORDS = H_BLOCK // WORD_INPUTS
 _LANE_WORDS = 4  # words of one 16-byte load
 _GROUP_ROWS = 8  # rows that one warp reads at once
+_DOWN = 2  # the down projection's place in the tables
 _ROUND = 12582912.0
 _ROUND_BITS = 0x4B400000  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits
 
@@ -280,7 +281,7 @@ def _gate_up_kernel(
         active = jnp.zeros((num_tiles, H_BLOCK), jnp.float32)
         active, _ = lax.fori_loop(0, num_tiles, one_tile, (active, queue))
         low, high, h_scale, half_sum = _round_blocks(active, interpret)
-        h_scale *= steps[2] * weight
+        h_scale *= steps[_DOWN] * weight
         words_out = pl.ds(block * (rows // WORD_INPUTS), rows // WORD_INPUTS)
         plgpu.store(low_ref.at[choice, words_out], low)
         plgpu.store(high_ref.at[choice, words_out], high)
@@ -314,8 +315,8 @@ def _down_kernel(
     """One row and `config.down_rows` outputs, over all of the row's choices.
 
     The choices' inner positions are laid end to end and cut into chunks; codes are read as tiles
-    [row groups, chunks, 8 rows, chunk words]. A choice that selects nothing has scales of 0 and
-    reads some expert's codes for nothing.
+    [row groups, chunks, 8 rows, chunk words], some steps ahead of their use. A choice that
+    selects nothing has scales of 0 and reads some expert's codes for nothing.
     """
     row, block = pl.program_id(0), pl.program_id(1)
     rows, chunk = config.down_rows, config.down_chunk_words
@@ -333,64 +334,77 @@ def _down_kernel(
             expert = jnp.where(slot == candidate, chosen[candidate], expert)
         return expert
 
-    pieces = _pieces(num_choices * expert_chunks, config.down_chunks)
+    num_chunks = num_choices * expert_chunks
+    width = config.down_chunks
+    num_steps = -(-num_chunks // width)
+    tile = (groups, width, _GROUP_ROWS, chunk)
+    lanes = (*tile[:3], chunk_lanes)
+    by_block = (*tile[:3], chunk_blocks)
+    lanes_1 = (1, *lanes[1:])
 
-    def load(start, width):
-        tile = (groups, width, _GROUP_ROWS, chunk)
-        position = _index((1, width, 1, 1), 1, start)
-        expert = expert_of(position // expert_chunks)
-        column = (position % expert_chunks) * chunk
-        line = first + _index(tile, 0, 0, _GROUP_ROWS) + _index(tile, 2)
+    def load(step):
+        """One step's operands. Those without a row still are read by row: no data moves then."""
+
+        def place(shape):
+            """(expert, row, chunk within the expert, chunk, whether there is one)."""
+            number = step * width + _index(shape, 1)
+            expert = expert_of(number // expert_chunks)
+            line = first + _index(shape, 0, 0, _GROUP_ROWS) + _index(shape, 2)
+            return expert, line, number % expert_chunks, number, number < num_chunks
+
+        expert, line, column, _, there = place(tile)
         words = plgpu.load(
-            codes_ref.at[
-                jnp.broadcast_to(expert, tile),
-                line,
-                jnp.broadcast_to(column, tile) + _index(tile, 3),
-            ],
+            codes_ref.at[expert, line, column * chunk + _index(tile, 3)],
+            mask=there,
+            other=0,
             eviction_policy=config.eviction_policy,
         )
-        lanes = (*tile[:3], chunk_lanes)
-        line = first + _index(lanes, 0, 0, _GROUP_ROWS) + _index(lanes, 2)
+        expert, line, column, _, there = place(lanes)
+        word = column * chunk + _index(lanes, 3, 0, _LANE_WORDS)
         scales = plgpu.load(
-            scales_ref.at[
-                jnp.broadcast_to(expert, lanes),
-                line,
-                (jnp.broadcast_to(column, lanes) + _index(lanes, 3, 0, _LANE_WORDS))
-                // (group // WORD_INPUTS),
-            ]
+            scales_ref.at[expert, line, word // (group // WORD_INPUTS)], mask=there, other=0.0
         )
-        expert = expert_of(_index((width,), 0, start) // expert_chunks)
-        tables = [bytes_ref[expert, 2, half] for half in (0, 1)]
+        expert, _, _, _, there = place((1, *lanes[1:]))
+        tables = [
+            bytes_ref[expert, jnp.full_like(expert, _DOWN), jnp.full_like(expert, half)]
+            for half in (0, 1)
+        ]
         # Rows of low and high are choices, so a row's choices lie end to end.
-        inputs = (width * chunk,)
-        word = row * (num_choices * expert_chunks * chunk) + start * chunk + _index(inputs, 0)
-        bytes_ = [plgpu.load(ref.at[word]) for ref in (low_ref, high_ref)]
-        blocks = (width * chunk_blocks,)
-        h_block = (row * num_choices * expert_chunks + start) * chunk_blocks + _index(blocks, 0)
-        h_scales = [plgpu.load(ref.at[h_block]) for ref in (scale_ref, offset_ref)]
-        return tile, words, scales, tables, bytes_, h_scales
+        _, _, _, number, there = place((1, *tile[1:]))
+        word = (row * num_chunks + number) * chunk + _index(number.shape, 3)
+        bytes_ = [plgpu.load(ref.at[word], mask=there, other=0) for ref in (low_ref, high_ref)]
+        _, _, _, number, there = place((1, *by_block[1:]))
+        h_block = (row * num_chunks + number) * chunk_blocks + _index(number.shape, 3)
+        h_scales = [
+            plgpu.load(ref.at[h_block], mask=there, other=0.0) for ref in (scale_ref, offset_ref)
+        ]
+        return words, scales, tables, bytes_, h_scales
 
-    loaded = [load(*piece) for piece in pieces[: config.down_ahead]]
-    total = jnp.zeros((rows,), jnp.float32)
-    for number in range(len(pieces)):
-        loaded.extend(load(*piece) for piece in pieces[number + config.down_ahead :][:1])
-        tile, words, scales, tables, bytes_, h_scales = loaded.pop(0)
-        width = tile[1]
+    def one_step(step, carry):
+        sums, queue = carry
+        (words, scales, tables, bytes_, h_scales), queue = (
+            queue[0],
+            [*queue[1:], load(step + ahead)],
+        )
+        low, high = (jnp.broadcast_to(value, tile) for value in bytes_)
         table_low, table_high = (
-            jnp.broadcast_to(table.reshape(1, width, 1, 1), tile) for table in tables
+            jnp.broadcast_to(
+                jnp.broadcast_to(t[..., None], (*lanes_1, _LANE_WORDS)).reshape(1, *tile[1:]), tile
+            )
+            for t in tables
         )
-        low, high = (jnp.broadcast_to(b.reshape(1, width, 1, chunk), tile) for b in bytes_)
         product = _word_product(words, low, high, table_low, table_high, interpret)
-        by_block = (*tile[:3], chunk_blocks)
         product = jnp.sum(product.reshape(*by_block, _H_BLOCK_WORDS), axis=4)
-        h_scale, offset = (
-            jnp.broadcast_to(value.reshape(1, width, 1, chunk_blocks), by_block)
-            for value in h_scales
-        )
+        h_scale, offset = (jnp.broadcast_to(value, by_block) for value in h_scales)
         value = _fma(product.astype(jnp.float32), h_scale, offset, interpret)
-        value = jnp.sum(value.reshape(*tile[:3], chunk_lanes, 2), axis=4)
-        value *= scales.astype(jnp.float32)
-        total += jnp.sum(jnp.sum(value, axis=1), axis=2).reshape(rows)
+        value = jnp.sum(value.reshape(*lanes, 2), axis=4)
+        return _fma(value, scales.astype(jnp.float32), sums, interpret), queue
+
+    ahead = min(config.down_ahead, num_steps)
+    queue = [load(step) for step in range(ahead)]
+    sums = jnp.zeros(lanes, jnp.float32)
+    sums, _ = lax.fori_loop(0, num_steps, one_step, (sums, queue))
+    total = jnp.sum(jnp.sum(sums, axis=1), axis=2).reshape(rows)
     plgpu.store(out_ref.at[row, pl.ds(first, rows)], total)
 
 

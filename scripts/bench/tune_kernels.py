@@ -31,8 +31,6 @@ FFN_ROWS = 9
 def draft_variants(shape: cases.Shape) -> list[DraftExpertsConfig]:
     """Both kernels vary together: their times are read separately from the profile."""
     if shape.hidden <= 2048:
-        small = dict(down_rows=8, down_chunks=64)
-        tall = dict(down_rows=16, down_chunks=64, down_warps=16)
         gate_up = [
             dict(gate_up_rows=64, gate_up_ahead=2, gate_up_warps=16),
             dict(gate_up_rows=64, gate_up_ahead=1, gate_up_warps=16),
@@ -41,10 +39,15 @@ def draft_variants(shape: cases.Shape) -> list[DraftExpertsConfig]:
             dict(gate_up_rows=16, gate_up_ahead=1, gate_up_chunk_words=32, gate_up_warps=4),
             dict(gate_up_rows=64, gate_up_ahead=2, gate_up_warps=16),
         ]
-        down = [small, small, small, small, small, tall]
+        down = [
+            dict(),
+            dict(down_ahead=4),
+            dict(down_chunks=16, down_warps=16),
+            dict(down_rows=8),
+            dict(down_chunks=16),
+            dict(down_ahead=3),
+        ]
     else:
-        small = dict(down_rows=8, down_chunks=16, down_ahead=1, down_chunk_words=32, down_warps=4)
-        eight = {**small, "down_warps": 8}
         wide = dict(gate_up_words=512, gate_up_warps=16)
         gate_up = [
             dict(gate_up_rows=16, gate_up_ahead=1, **wide),
@@ -53,7 +56,13 @@ def draft_variants(shape: cases.Shape) -> list[DraftExpertsConfig]:
             dict(gate_up_rows=16, gate_up_ahead=1, gate_up_words=512, gate_up_chunk_words=64),
             dict(gate_up_rows=16, gate_up_ahead=1, **wide),
         ]
-        down = [small, small, small, small, eight]
+        down = [
+            dict(),
+            dict(down_ahead=4),
+            dict(down_chunks=16, down_warps=16),
+            dict(down_chunks=16),
+            dict(down_chunk_words=32, down_chunks=4),
+        ]
     common = dict(early_launch=True)
     pairs = zip(gate_up, down, strict=True)
     return [DraftExpertsConfig(**g, **d, **common) for g, d in pairs]
