@@ -1,0 +1,70 @@
+"""From a directory to a converted one: converted once, kept, and redone when the source changes."""
+
+import json
+import shutil
+
+import pytest
+
+import specter_jax as sj
+from specter_jax.checkpoint import MANIFEST_NAME, open_checkpoint
+from specter_jax.errors import CheckpointError, MissingFileError
+from specter_jax.source import CACHE_VARIABLE, conversion_path, resolve_checkpoint
+from tests.conftest import TINY_SOURCE
+
+
+@pytest.fixture
+def source(tmp_path):
+    return shutil.copytree(TINY_SOURCE, tmp_path / "hf")
+
+
+def test_a_converted_directory_is_taken_as_it_is(tiny_directory, tmp_path):
+    assert resolve_checkpoint(tiny_directory, cache_dir=tmp_path) == tiny_directory
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_hugging_face_directory_is_converted_once(source, tmp_path):
+    first = resolve_checkpoint(source, cache_dir=tmp_path / "cache")
+    written = (first / MANIFEST_NAME).stat().st_mtime_ns
+    again = resolve_checkpoint(source, cache_dir=tmp_path / "cache")
+    assert again == first
+    assert (first / MANIFEST_NAME).stat().st_mtime_ns == written
+    assert [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()] == [first.name]
+
+
+def test_a_changed_source_is_converted_again(source, tmp_path):
+    first = resolve_checkpoint(source, cache_dir=tmp_path / "cache")
+    assert open_checkpoint(first).config.eos_token_ids == (0,)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"eos_token_id": 2}))
+    generation = json.loads((source / "generation_config.json").read_text())
+    (source / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": 2}))
+    again = resolve_checkpoint(source, cache_dir=tmp_path / "cache")
+    assert again == first
+    assert open_checkpoint(first).config.eos_token_ids == (2,)
+
+
+def test_sources_of_one_name_have_their_own_conversions(tmp_path):
+    paths = {conversion_path(tmp_path / name / "model", tmp_path) for name in ("a", "b")}
+    assert len(paths) == 2
+
+
+def test_the_environment_names_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "elsewhere"))
+    assert conversion_path(TINY_SOURCE).parent == tmp_path / "elsewhere"
+
+
+def test_a_hugging_face_directory_can_be_loaded(source, tmp_path):
+    model = sj.load(source, expert_slots=8, max_context=32, cache_dir=tmp_path / "cache")
+    assert model.path.parent == tmp_path / "cache"
+
+
+@pytest.mark.parametrize("load", [sj.load, resolve_checkpoint])
+def test_what_is_no_model_is_refused_by_name(tmp_path, load):
+    with pytest.raises(MissingFileError, match="no such directory"):
+        load(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(MissingFileError, match="file"):
+        load(tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"neither .*config\.json"):
+        load(tmp_path / "empty")
