@@ -212,24 +212,26 @@ class SlotPool:
             earlier layers' experts are not needed again until the next one.
         Raises CacheFullError if every slot is pinned.
         """
+        slot_ids = []
+        self._placing = True
         for layer, group in itertools.groupby(keys, key=lambda key: key[0]):
             experts = [expert for _, expert in group]
-            for start in range(0, len(experts), COMMIT_SIZES[-1]):
-                self._commit_some(layer, experts[start : start + COMMIT_SIZES[-1]], next_layer)
-
-    def _commit_some(self, layer: int, experts: list[int], next_layer: int) -> None:
-        size = next(n for n in COMMIT_SIZES if n >= len(experts))
-        self._placing = True
-        placements = self.cache.reserve_many(layer, experts, next_layer=next_layer)
-        slot_ids = [placement.slot for placement in placements]
-        arrays = [self._staged.pop((layer, expert)) for expert in experts]
-        # Writing the last one again is harmless and keeps the number of programs small.
-        pad = size - len(experts)
-        slot_ids += slot_ids[-1:] * pad
-        with self.trace.span("commits", "commit", layer=layer, experts=len(experts)):
-            done = self.write(slot_ids, arrays + arrays[-1:] * pad)
+            placed = self.cache.reserve_many(layer, experts, next_layer=next_layer)
+            slot_ids += [placement.slot for placement in placed]
+        # In the order of placement: a slot placed twice keeps the later expert.
+        for start in range(0, len(keys), COMMIT_SIZES[-1]):
+            part = slice(start, start + COMMIT_SIZES[-1])
+            self._commit_some(keys[part], slot_ids[part])
         self._placing = False
-        self._committing.append((done, [(layer, expert) for expert in experts]))
+
+    def _commit_some(self, keys: Sequence[Key], slot_ids: list[int]) -> None:
+        size = next(n for n in COMMIT_SIZES if n >= len(keys))
+        arrays = [self._staged.pop(key) for key in keys]
+        # Writing the last one again is harmless and keeps the number of programs small.
+        pad = size - len(keys)
+        with self.trace.span("commits", "commit", experts=len(keys)):
+            done = self.write(slot_ids + slot_ids[-1:] * pad, arrays + arrays[-1:] * pad)
+        self._committing.append((done, list(keys)))
 
     def write(self, slot_ids: Sequence[int], arrays: Sequence[jax.Array]) -> jax.Array:
         """Enqueues the write of experts [3 * F * H] into slots; as many as COMMIT_SIZES has.
