@@ -8,8 +8,10 @@ import pytest
 from pallas_kernels import draft_experts as draft_package
 from pallas_kernels import expert_ffn as ffn_package
 from pallas_kernels.draft_experts import api as draft_api
+from pallas_kernels.draft_experts import config as draft_config
 from pallas_kernels.draft_experts import reference as draft_reference
 from pallas_kernels.expert_ffn import api as ffn_api
+from pallas_kernels.expert_ffn import config as ffn_config
 from pallas_kernels.expert_ffn import reference as ffn_reference
 from pallas_kernels.tuning import device_file_name, tuned_fields
 
@@ -89,3 +91,16 @@ def test_tuned_entries_match_by_size(tmp_path):
     assert tuned_fields(tmp_path, "Some GPU", hidden=64, inner=32) == {"block_rows": 8}
     assert tuned_fields(tmp_path, "Some GPU", hidden=64, inner=48) == {}
     assert tuned_fields(tmp_path, "Other", hidden=64, inner=32) == {}
+
+
+@pytest.mark.parametrize("hidden, inner", [(2048, 1408), (4096, 6400)])
+def test_shipped_tables_fit_their_shapes(hidden, inner):
+    draft = draft_config.config_for(hidden, inner, "NVIDIA H200")
+    assert draft.early_launch
+    assert inner % draft.gate_up_rows == 0
+    assert hidden % draft.down_rows == 0
+    assert (hidden // 8) % draft.gate_up_chunk_words == 0
+    assert (inner // 8) % draft.down_chunk_words == 0
+    counts = dict(num_choices=54, num_experts=64)
+    ffn = ffn_config.config_for(hidden, inner, "bfloat16", "NVIDIA H200", **counts)
+    assert all(size % ffn.block_out == 0 and size % ffn.block_in == 0 for size in (hidden, inner))

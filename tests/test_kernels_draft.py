@@ -52,10 +52,10 @@ def test_equals_float64_on_the_same_rounded_tables_and_activations(case):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"gate_up_rows": 16, "gate_up_chunk_words": 4, "gate_up_ahead": 2},
+        {"gate_up_rows": 32, "gate_up_chunk_words": 4, "gate_up_ahead": 2},
         {"gate_up_words": 8, "gate_up_chunk_words": 8},
-        {"down_rows": 8, "down_chunks": 4, "down_ahead": 1},
-        {"down_chunk_words": 4, "down_ahead": 3},
+        {"down_rows": 16, "down_chunks": 4, "down_ahead": 1},
+        {"down_chunk_words": 4, "down_chunks": 2, "down_ahead": 0},
     ],
 )
 def test_block_shapes_change_rounding_only(case, changes):

@@ -15,20 +15,20 @@ class DraftExpertsConfig:
     """Work of one program of each kernel; `words` are int32 words of 8 weights.
 
     gate_up_rows: inner positions, a power of two times 16. gate_up_words: widest piece of a row
-    decoded at once. gate_up_chunk_words: neighbouring words of a row that a warp reads together.
-    gate_up_ahead: tiles of 16 positions read before they are needed.
+    decoded at once, a power of two. gate_up_chunk_words: neighbouring words of a row that a warp
+    reads together; divides a row. gate_up_ahead: pieces read before the first is decoded.
     down_rows: outputs, a multiple of 8. down_chunk_words: as above; divides a row.
-    down_chunks: chunks decoded at once, a power of two. down_ahead: such steps read ahead.
+    down_chunks: most chunks decoded at once, a power of two. down_ahead: such pieces read ahead.
     early_launch: let the next kernel be launched while this one runs (compute capability 9 on).
     """
 
-    gate_up_rows: int = 64
-    gate_up_words: int = 256
-    gate_up_chunk_words: int = 128
-    gate_up_ahead: int = 1
-    gate_up_warps: int = 8
-    down_rows: int = 16
-    down_chunks: int = 8
+    gate_up_rows: int = 16
+    gate_up_words: int = 128
+    gate_up_chunk_words: int = 32
+    gate_up_ahead: int = 0
+    gate_up_warps: int = 4
+    down_rows: int = 8
+    down_chunks: int = 64
     down_chunk_words: int = 16
     down_ahead: int = 2
     down_warps: int = 8
@@ -53,9 +53,7 @@ def config_for(hidden: int, inner: int, device_kind: str) -> DraftExpertsConfig:
     """Tuned config of a shape on a device, or one that is sure to fit the shape."""
     hidden_words, inner_words = hidden // 8, inner // 8
     default = {
-        "gate_up_rows": min(64, _power_of_two_in(inner)),
-        "gate_up_chunk_words": min(128, _power_of_two_in(hidden_words)),
-        "down_rows": 16 if hidden % 16 == 0 else 8,
+        "gate_up_chunk_words": min(32, _power_of_two_in(hidden_words)),
         "down_chunk_words": min(16, _power_of_two_in(inner_words)),
     }
     tuned = tuned_fields(TUNED_FOLDER, device_kind, hidden=hidden, inner=inner)

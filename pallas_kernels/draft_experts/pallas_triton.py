@@ -23,7 +23,6 @@ exactly.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Mapping
 
 import jax
@@ -189,98 +188,77 @@ def _gate_up_kernel(
 ):
     """One choice (row, expert) and `config.gate_up_rows` inner positions.
 
-    The positions are taken in tiles of `H_BLOCK`; codes are read as [chunks, positions, chunk
-    words], some tiles ahead of their use, so that memory works while codes are decoded. The
-    rounded x stays in registers.
+    Codes are read as tiles [chunks, rows, chunk words]: a warp reads full lines of several rows,
+    and a thread keeps several chunks of the same row, so that most of a sum stays in the thread.
     """
     choice, block = pl.program_id(0), pl.program_id(1)
     rows, chunk = config.gate_up_rows, config.gate_up_chunk_words
     row, slot = choice // num_choices, choice % num_choices
     expert = _let_next_start(experts_ref[row, slot], config, interpret)
     first = block * rows
-    num_tiles = rows // H_BLOCK
-    blocks_out = pl.ds(block * num_tiles, num_tiles)
-    lane_inputs = X_BLOCK_WORDS * WORD_INPUTS
+    blocks_out = pl.ds(block * (rows // H_BLOCK), rows // H_BLOCK)
 
     @pl.when(expert < num_experts)
     def _():
-        pieces = [
-            (start, (width // chunk, H_BLOCK, chunk))
-            for start, width in _pieces(codes_ref.shape[2], config.gate_up_words)
-        ]
+        pieces = _pieces(codes_ref.shape[2], config.gate_up_words)
+        words, scales = {}, {}
 
-        def lanes_of(tile):
-            return (*tile[:2], chunk // X_BLOCK_WORDS)
-
-        def read(number):
-            """Codes and scales of a tile's rows, of gate then of up; nothing past the last."""
-            parts = []
-            for side, (start, tile) in itertools.product((0, 1), pieces):
-                top = first + number * H_BLOCK + side * inner
-                lanes = lanes_of(tile)
-                words = plgpu.load(
+        def read(start, width):
+            tile = (width // chunk, rows, chunk)
+            lanes = (width // chunk, rows, chunk // X_BLOCK_WORDS)
+            for side in (0, 1):
+                words[start, side] = plgpu.load(
                     codes_ref.at[
                         expert,
-                        _index(tile, 1, top),
+                        _index(tile, 1, first + side * inner),
                         _index(tile, 0, start, chunk) + _index(tile, 2),
                     ],
-                    mask=jnp.broadcast_to(number < num_tiles, tile),
-                    other=0,
                     eviction_policy=config.eviction_policy,
                 )
-                column = _index(lanes, 0, start, chunk) + _index(lanes, 2, 0, X_BLOCK_WORDS)
-                scales = plgpu.load(
-                    scales_ref.at[expert, _index(lanes, 1, top), column // (group // WORD_INPUTS)],
-                    mask=jnp.broadcast_to(number < num_tiles, lanes),
-                    other=0.0,
+                scales[start, side] = plgpu.load(
+                    scales_ref.at[
+                        expert,
+                        _index(lanes, 1, first + side * inner),
+                        (_index(lanes, 0, start, chunk) + _index(lanes, 2, 0, X_BLOCK_WORDS))
+                        // (group // WORD_INPUTS),
+                    ],
                 )
-                parts.append((words, scales))
-            return parts
 
-        # Every load comes well before the first use of any: a late one would wait alone.
-        inputs = []
-        for start, tile in pieces:
-            flat = (tile[0] * chunk // X_BLOCK_WORDS, lane_inputs)
-            position = _index(flat, 0, start * WORD_INPUTS, lane_inputs) + _index(flat, 1)
-            inputs.append(plgpu.load(x_ref.at[row, position]))
-        ahead = min(config.gate_up_ahead, num_tiles)
-        queue = [read(number) for number in range(ahead)]
+        # Every load comes before the first use of any: a late one would wait for memory alone.
         tables = [[bytes_ref[expert, side, half] for half in (0, 1)] for side in (0, 1)]
         steps = [steps_ref[expert, projection] for projection in (0, 1, 2)]
         weight = weights_ref[row, slot]
-
-        rounded = []
-        for x, (_, tile) in zip(inputs, pieces, strict=True):
-            lanes = lanes_of(tile)
-            low, high, x_scale, half_sum = _round_blocks(x.astype(jnp.float32), interpret)
-            low, high = (jnp.broadcast_to(v.reshape(tile[0], 1, chunk), tile) for v in (low, high))
-            x_scale, offset = (
-                jnp.broadcast_to(v.reshape(lanes[0], 1, lanes[2]), lanes)
-                for v in (x_scale, half_sum * x_scale)
+        inputs = {}
+        for start, width in pieces:
+            flat = (width // X_BLOCK_WORDS, X_BLOCK_WORDS * WORD_INPUTS)
+            inputs[start] = plgpu.load(
+                x_ref.at[row, _index(flat, 0, start * WORD_INPUTS, flat[1]) + _index(flat, 1)]
             )
-            rounded.append((low, high, x_scale, offset))
-
-        def one_tile(number, carry):
-            active, queue = carry
-            parts, queue = queue[0], [*queue[1:], read(number + ahead)]
-            totals = [jnp.zeros((H_BLOCK,), jnp.float32)] * 2
-            for place, (words, scales) in enumerate(parts):
-                side, piece = divmod(place, len(pieces))
-                low, high, x_scale, offset = rounded[piece]
-                tile = pieces[piece][1]
-                product = _word_product(words, low, high, *tables[side], interpret)
-                product = jnp.sum(product.reshape(*lanes_of(tile), X_BLOCK_WORDS), axis=3)
+        for piece in pieces[: config.gate_up_ahead]:
+            read(*piece)
+        sums = [jnp.zeros((rows,), jnp.float32)] * 2
+        for number, (start, width) in enumerate(pieces):
+            for piece in pieces[number + config.gate_up_ahead :][:1]:
+                read(*piece)
+            tile = (width // chunk, rows, chunk)
+            lanes = (width // chunk, rows, chunk // X_BLOCK_WORDS)
+            x = inputs[start].astype(jnp.float32)
+            low, high, x_scale, half_sum = _round_blocks(x, interpret)
+            low, high = (jnp.broadcast_to(v.reshape(tile[0], 1, chunk), tile) for v in (low, high))
+            offset = (half_sum * x_scale).reshape(lanes[0], 1, lanes[2])
+            x_scale = x_scale.reshape(lanes[0], 1, lanes[2])
+            x_scale, offset = (jnp.broadcast_to(v, lanes) for v in (x_scale, offset))
+            for side in (0, 1):
+                product = _word_product(words[start, side], low, high, *tables[side], interpret)
+                product = jnp.sum(product.reshape(*lanes, X_BLOCK_WORDS), axis=3)
                 value = _fma(product.astype(jnp.float32), x_scale, offset, interpret)
-                value *= scales.astype(jnp.float32)
-                totals[side] += jnp.sum(jnp.sum(value, axis=0), axis=1)
-            gate, up = (total * step for total, step in zip(totals, steps[:2], strict=True))
-            value = gate / (1 + jnp.exp(-gate)) * up
-            here = _index(active.shape, 0) == number
-            return jnp.where(here, jnp.broadcast_to(value[None], active.shape), active), queue
-
-        active = jnp.zeros((num_tiles, H_BLOCK), jnp.float32)
-        active, _ = lax.fori_loop(0, num_tiles, one_tile, (active, queue))
-        low, high, h_scale, half_sum = _round_blocks(active, interpret)
+                value *= scales[start, side].astype(jnp.float32)
+                sums[side] += jnp.sum(jnp.sum(value, axis=0), axis=1)
+        gate, up = (total * step for total, step in zip(sums, steps[:2], strict=True))
+        active = gate / (1 + jnp.exp(-gate)) * up
+        low, high, h_scale, half_sum = _round_blocks(
+            active.reshape(rows // H_BLOCK, H_BLOCK), interpret
+        )
         h_scale *= steps[_DOWN] * weight
         words_out = pl.ds(block * (rows // WORD_INPUTS), rows // WORD_INPUTS)
         plgpu.store(low_ref.at[choice, words_out], low)
@@ -290,7 +268,7 @@ def _gate_up_kernel(
 
     @pl.when(expert >= num_experts)
     def _():
-        nothing = jnp.zeros((num_tiles,), jnp.float32)
+        nothing = jnp.zeros((rows // H_BLOCK,), jnp.float32)
         plgpu.store(scale_ref.at[choice, blocks_out], nothing)
         plgpu.store(offset_ref.at[choice, blocks_out], nothing)
 
@@ -315,8 +293,8 @@ def _down_kernel(
     """One row and `config.down_rows` outputs, over all of the row's choices.
 
     The choices' inner positions are laid end to end and cut into chunks; codes are read as tiles
-    [row groups, chunks, 8 rows, chunk words], some steps ahead of their use. A choice that
-    selects nothing has scales of 0 and reads some expert's codes for nothing.
+    [row groups, chunks, 8 rows, chunk words]. A choice that selects nothing has scales of 0 and
+    reads some expert's codes for nothing.
     """
     row, block = pl.program_id(0), pl.program_id(1)
     rows, chunk = config.down_rows, config.down_chunk_words
@@ -334,77 +312,64 @@ def _down_kernel(
             expert = jnp.where(slot == candidate, chosen[candidate], expert)
         return expert
 
-    num_chunks = num_choices * expert_chunks
-    width = config.down_chunks
-    num_steps = -(-num_chunks // width)
-    tile = (groups, width, _GROUP_ROWS, chunk)
-    lanes = (*tile[:3], chunk_lanes)
-    by_block = (*tile[:3], chunk_blocks)
-    lanes_1 = (1, *lanes[1:])
+    pieces = _pieces(num_choices * expert_chunks, config.down_chunks)
 
-    def load(step):
-        """One step's operands. Those without a row still are read by row: no data moves then."""
-
-        def place(shape):
-            """(expert, row, chunk within the expert, chunk, whether there is one)."""
-            number = step * width + _index(shape, 1)
-            expert = expert_of(number // expert_chunks)
-            line = first + _index(shape, 0, 0, _GROUP_ROWS) + _index(shape, 2)
-            return expert, line, number % expert_chunks, number, number < num_chunks
-
-        expert, line, column, _, there = place(tile)
+    def load(start, width):
+        tile = (groups, width, _GROUP_ROWS, chunk)
+        position = _index((1, width, 1, 1), 1, start)
+        expert = expert_of(position // expert_chunks)
+        column = (position % expert_chunks) * chunk
+        line = first + _index(tile, 0, 0, _GROUP_ROWS) + _index(tile, 2)
         words = plgpu.load(
-            codes_ref.at[expert, line, column * chunk + _index(tile, 3)],
-            mask=there,
-            other=0,
+            codes_ref.at[
+                jnp.broadcast_to(expert, tile),
+                line,
+                jnp.broadcast_to(column, tile) + _index(tile, 3),
+            ],
             eviction_policy=config.eviction_policy,
         )
-        expert, line, column, _, there = place(lanes)
-        word = column * chunk + _index(lanes, 3, 0, _LANE_WORDS)
+        lanes = (*tile[:3], chunk_lanes)
+        line = first + _index(lanes, 0, 0, _GROUP_ROWS) + _index(lanes, 2)
         scales = plgpu.load(
-            scales_ref.at[expert, line, word // (group // WORD_INPUTS)], mask=there, other=0.0
+            scales_ref.at[
+                jnp.broadcast_to(expert, lanes),
+                line,
+                (jnp.broadcast_to(column, lanes) + _index(lanes, 3, 0, _LANE_WORDS))
+                // (group // WORD_INPUTS),
+            ]
         )
-        expert, _, _, _, there = place((1, *lanes[1:]))
-        tables = [
-            bytes_ref[expert, jnp.full_like(expert, _DOWN), jnp.full_like(expert, half)]
-            for half in (0, 1)
-        ]
+        expert = expert_of(_index((width,), 0, start) // expert_chunks)
+        tables = [bytes_ref[expert, _DOWN, half] for half in (0, 1)]
         # Rows of low and high are choices, so a row's choices lie end to end.
-        _, _, _, number, there = place((1, *tile[1:]))
-        word = (row * num_chunks + number) * chunk + _index(number.shape, 3)
-        bytes_ = [plgpu.load(ref.at[word], mask=there, other=0) for ref in (low_ref, high_ref)]
-        _, _, _, number, there = place((1, *by_block[1:]))
-        h_block = (row * num_chunks + number) * chunk_blocks + _index(number.shape, 3)
-        h_scales = [
-            plgpu.load(ref.at[h_block], mask=there, other=0.0) for ref in (scale_ref, offset_ref)
-        ]
-        return words, scales, tables, bytes_, h_scales
+        inputs = (width * chunk,)
+        word = row * (num_choices * expert_chunks * chunk) + start * chunk + _index(inputs, 0)
+        bytes_ = [plgpu.load(ref.at[word]) for ref in (low_ref, high_ref)]
+        blocks = (width * chunk_blocks,)
+        h_block = (row * num_choices * expert_chunks + start) * chunk_blocks + _index(blocks, 0)
+        h_scales = [plgpu.load(ref.at[h_block]) for ref in (scale_ref, offset_ref)]
+        return tile, words, scales, tables, bytes_, h_scales
 
-    def one_step(step, carry):
-        sums, queue = carry
-        (words, scales, tables, bytes_, h_scales), queue = (
-            queue[0],
-            [*queue[1:], load(step + ahead)],
-        )
-        low, high = (jnp.broadcast_to(value, tile) for value in bytes_)
+    loaded = [load(*piece) for piece in pieces[: config.down_ahead]]
+    total = jnp.zeros((rows,), jnp.float32)
+    for number in range(len(pieces)):
+        loaded.extend(load(*piece) for piece in pieces[number + config.down_ahead :][:1])
+        tile, words, scales, tables, bytes_, h_scales = loaded.pop(0)
+        width = tile[1]
         table_low, table_high = (
-            jnp.broadcast_to(
-                jnp.broadcast_to(t[..., None], (*lanes_1, _LANE_WORDS)).reshape(1, *tile[1:]), tile
-            )
-            for t in tables
+            jnp.broadcast_to(table.reshape(1, width, 1, 1), tile) for table in tables
         )
+        low, high = (jnp.broadcast_to(b.reshape(1, width, 1, chunk), tile) for b in bytes_)
         product = _word_product(words, low, high, table_low, table_high, interpret)
+        by_block = (*tile[:3], chunk_blocks)
         product = jnp.sum(product.reshape(*by_block, _H_BLOCK_WORDS), axis=4)
-        h_scale, offset = (jnp.broadcast_to(value, by_block) for value in h_scales)
+        h_scale, offset = (
+            jnp.broadcast_to(value.reshape(1, width, 1, chunk_blocks), by_block)
+            for value in h_scales
+        )
         value = _fma(product.astype(jnp.float32), h_scale, offset, interpret)
-        value = jnp.sum(value.reshape(*lanes, 2), axis=4)
-        return _fma(value, scales.astype(jnp.float32), sums, interpret), queue
-
-    ahead = min(config.down_ahead, num_steps)
-    queue = [load(step) for step in range(ahead)]
-    sums = jnp.zeros(lanes, jnp.float32)
-    sums, _ = lax.fori_loop(0, num_steps, one_step, (sums, queue))
-    total = jnp.sum(jnp.sum(sums, axis=1), axis=2).reshape(rows)
+        value = jnp.sum(value.reshape(*tile[:3], chunk_lanes, 2), axis=4)
+        value *= scales.astype(jnp.float32)
+        total += jnp.sum(jnp.sum(value, axis=1), axis=2).reshape(rows)
     plgpu.store(out_ref.at[row, pl.ds(first, rows)], total)
 
 
@@ -466,14 +431,7 @@ def draft_experts(
         compiler_params=plgpu.CompilerParams(num_warps=config.gate_up_warps, num_stages=1),
         interpret=interpret,
         name="draft_gate_up",
-    )(
-        x,
-        experts,
-        weights,
-        layer["gate_up_codes"],
-        layer["gate_up_scales"],
-        *tables,
-    )
+    )(x, experts, weights, layer["gate_up_codes"], layer["gate_up_scales"], *tables)
     return pl.pallas_call(
         functools.partial(_down_kernel, group=inner // layer["down_scales"].shape[2], **common),
         grid=(num_rows, hidden // config.down_rows),

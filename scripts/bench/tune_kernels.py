@@ -32,37 +32,28 @@ def draft_variants(shape: cases.Shape) -> list[DraftExpertsConfig]:
     """Both kernels vary together: their times are read separately from the profile."""
     if shape.hidden <= 2048:
         gate_up = [
-            dict(gate_up_rows=64, gate_up_ahead=2, gate_up_warps=16),
-            dict(gate_up_rows=64, gate_up_ahead=1, gate_up_warps=16),
-            dict(gate_up_rows=32, gate_up_ahead=1),
-            dict(gate_up_rows=16, gate_up_ahead=1),
-            dict(gate_up_rows=16, gate_up_ahead=1, gate_up_chunk_words=32, gate_up_warps=4),
-            dict(gate_up_rows=64, gate_up_ahead=2, gate_up_warps=16),
+            dict(gate_up_words=128),
+            dict(gate_up_words=128, gate_up_chunk_words=64),
+            dict(gate_up_words=256),
+            dict(gate_up_words=64, gate_up_ahead=1),
+            dict(gate_up_words=256, gate_up_chunk_words=128, gate_up_warps=8),
         ]
         down = [
             dict(),
-            dict(down_ahead=4),
-            dict(down_chunks=16, down_warps=16),
-            dict(down_rows=8),
-            dict(down_chunks=16),
-            dict(down_ahead=3),
+            dict(down_rows=16, down_warps=16),
+            dict(down_rows=16, down_chunks=32),
+            dict(down_chunks=32),
+            dict(down_chunks=32, down_warps=4),
         ]
     else:
-        wide = dict(gate_up_words=512, gate_up_warps=16)
+        wide = dict(down_chunk_words=32, down_ahead=1, down_chunks=16)
         gate_up = [
-            dict(gate_up_rows=16, gate_up_ahead=1, **wide),
-            dict(gate_up_rows=32, gate_up_ahead=1, **wide),
-            dict(gate_up_rows=64, gate_up_ahead=1, **wide),
-            dict(gate_up_rows=16, gate_up_ahead=1, gate_up_words=512, gate_up_chunk_words=64),
-            dict(gate_up_rows=16, gate_up_ahead=1, **wide),
+            dict(gate_up_words=128),
+            dict(gate_up_words=128, gate_up_chunk_words=64),
+            dict(gate_up_words=256, gate_up_chunk_words=64, gate_up_warps=8),
+            dict(gate_up_words=256, gate_up_warps=8),
         ]
-        down = [
-            dict(),
-            dict(down_ahead=4),
-            dict(down_chunks=16, down_warps=16),
-            dict(down_chunks=16),
-            dict(down_chunk_words=32, down_chunks=4),
-        ]
+        down = [wide, {**wide, "down_chunks": 8}, {**wide, "down_warps": 4}, dict()]
     common = dict(early_launch=True)
     pairs = zip(gate_up, down, strict=True)
     return [DraftExpertsConfig(**g, **d, **common) for g, d in pairs]
