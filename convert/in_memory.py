@@ -6,7 +6,8 @@ its disk. It has the interface of `specter_jax.checkpoint.Checkpoint` that loadi
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import multiprocessing
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ class InMemoryCheckpoint:
     Args:
         source: where tensors come from; read from several threads at once.
         tokenizer_path: directory of the tokenizer's files.
-        num_threads: experts converted at the same time.
+        num_workers: experts converted at the same time.
+        processes: workers are forked processes, not threads. Worth it for sources that compute in
+            Python; make the checkpoint before anything starts the GPU then.
         group_size: as for `convert_checkpoint`.
 
     Raises as `convert.plan.build_plan` does. Layers are meant to be read in order: the experts of
@@ -38,14 +41,15 @@ class InMemoryCheckpoint:
         source: TensorSource,
         *,
         tokenizer_path: str | Path,
-        num_threads: int = 1,
+        num_workers: int = 1,
+        processes: bool = False,
         group_size: int | tuple[int, int] | None = None,
     ) -> None:
         self.path = Path(tokenizer_path)
         self._source = source
         self._plan: Plan = build_plan(source, group_size)
-        self._threads = ThreadPoolExecutor(num_threads)
-        self._layers: dict[int, tuple[Draft, list[Any]]] = {}
+        self._workers = _Workers(_Work(source, self._plan), num_workers, processes)
+        self._layers: dict[int, list[Future]] = {}
 
     @property
     def config(self) -> ModelConfig:
@@ -59,47 +63,104 @@ class InMemoryCheckpoint:
 
     def load_shared(self, dtype: Any, device: Any = None) -> dict[str, Any]:
         """See `Checkpoint.load_shared`."""
-        trees = self._threads.map(
-            lambda part: shared_tree(self._source, self._plan, self._plan.shared[part]),
-            self._plan.shared,
-        )
+        trees = [self._workers.submit("shared", part) for part in self._plan.shared]
         return {
-            part: jax.tree.map(lambda array: place(array, dtype, device), tree)
+            part: jax.tree.map(lambda array: place(array, dtype, device), tree.result())
             for part, tree in zip(self._plan.shared, trees, strict=True)
         }
 
     def load_draft_layer(self, layer: int, device: Any = None) -> dict[str, jax.Array]:
         """See `Checkpoint.load_draft_layer`."""
-        draft, experts = self._layer(layer)
-        for expert in experts:
-            expert.result()
+        draft = empty_draft(self._plan)
+        for expert, future in enumerate(self._layer(layer)):
+            for name, array in future.result()[1].items():
+                draft[name][expert] = array
         return jax.tree.map(lambda array: place(array, None, device), draft)
 
     def open_experts(self) -> _Experts:
         """See `Checkpoint.open_experts`."""
         return _Experts(self)
 
+    def close(self) -> None:
+        """Ends the workers; call it when everything is loaded."""
+        self._layers.clear()
+        self._workers.close()
+
     def packed_expert(self, layer: int, expert: int) -> np.ndarray:
         """The packed expert `[3 * F * H]` of MoE layer `layer`."""
-        return self._layer(layer)[1][expert].result()
+        return self._layer(layer)[expert].result()[0]
 
-    def _layer(self, layer: int) -> tuple[Draft, list[Any]]:
-        """The layer's draft and the futures of its experts; begins the next layer's."""
+    def _layer(self, layer: int) -> list[Future]:
+        """Futures of the layer's experts; those of the next layer are begun too."""
         for wanted in (layer, layer + 1):
             if wanted not in self._layers and wanted < len(self._plan.experts):
-                self._layers[wanted] = self._begin(wanted)
+                self._layers[wanted] = [
+                    self._workers.submit("expert", wanted, expert)
+                    for expert in range(self.config.num_experts)
+                ]
         for other in [held for held in self._layers if held not in (layer, layer + 1)]:
             del self._layers[other]
         return self._layers[layer]
 
-    def _begin(self, layer: int) -> tuple[Draft, list[Any]]:
-        draft = empty_draft(self._plan)
-        names = self._plan.experts[layer]
-        futures = [
-            self._threads.submit(convert_expert, self._source, self._plan, names, expert, draft)
-            for expert in range(self.config.num_experts)
-        ]
-        return draft, futures
+
+class _Work:
+    """Makes the parts of one checkpoint; its methods run in the workers."""
+
+    def __init__(self, source: TensorSource, plan: Plan) -> None:
+        self._source = source
+        self._plan = plan
+
+    def shared(self, part: str) -> Any:
+        """One part of the shared parameters."""
+        return shared_tree(self._source, self._plan, self._plan.shared[part])
+
+    def expert(self, layer: int, expert: int) -> tuple[np.ndarray, Draft]:
+        """The packed expert and its draft arrays."""
+        draft = empty_draft(self._plan, num_experts=1)
+        packed = convert_expert(
+            self._source, self._plan, self._plan.experts[layer], expert, draft, place=0
+        )
+        return packed, {name: array[0] for name, array in draft.items()}
+
+
+class _Workers:
+    """Threads of this process, or forked processes, that run `_Work`."""
+
+    def __init__(self, work: _Work, num_workers: int, processes: bool) -> None:
+        self._work = None if processes else work
+        if not processes:
+            self._executor: Executor = ThreadPoolExecutor(num_workers)
+            return
+        # Forked workers inherit the source, which need not be picklable.
+        self._executor = ProcessPoolExecutor(
+            num_workers,
+            mp_context=multiprocessing.get_context("fork"),
+            initializer=_inherit_work,
+            initargs=(work,),
+        )
+
+    def submit(self, method: str, *arguments: Any) -> Future:
+        """The future result of one of `_Work`'s methods."""
+        if self._work is not None:
+            return self._executor.submit(getattr(self._work, method), *arguments)
+        return self._executor.submit(_run_inherited, method, *arguments)
+
+    def close(self) -> None:
+        """Ends them without waiting for what nobody asked for."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+_inherited: _Work | None = None
+"""In a worker process: what it works on."""
+
+
+def _inherit_work(work: _Work) -> None:
+    global _inherited
+    _inherited = work
+
+
+def _run_inherited(method: str, *arguments: Any) -> Any:
+    return getattr(_inherited, method)(*arguments)
 
 
 class _Experts:

@@ -88,24 +88,31 @@ def write_expert_layer(
 
 
 def convert_expert(
-    source: TensorSource, plan: Plan, layer: LayerExperts, expert: int, draft: Draft
+    source: TensorSource,
+    plan: Plan,
+    layer: LayerExperts,
+    expert: int,
+    draft: Draft,
+    place: int | None = None,
 ) -> np.ndarray:
-    """Reads one expert, writes its codes into the layer's draft, returns it packed: [3FH].
+    """Reads one expert, writes its codes into `draft`, returns it packed: [3FH].
 
-    Different experts of a layer may be converted in different threads.
+    place: index in `draft` of the expert's codes, `expert` by default.
 
     Raises:
         ConversionError: a tensor cannot be read or holds NaN or infinity.
     """
     packed = _read_packed(source, plan, layer, expert)
-    _encode_expert(source, plan, layer, expert, packed, draft)
+    _encode_expert(source, plan, layer, expert, packed, draft, expert if place is None else place)
     return packed
 
 
-def empty_draft(plan: Plan) -> Draft:
-    """Arrays for one layer's draft."""
+def empty_draft(plan: Plan, num_experts: int | None = None) -> Draft:
+    """Arrays for one layer's draft, or for `num_experts` experts of it."""
     config = plan.config
-    num_experts, hidden = config.num_experts, config.hidden_size
+    hidden = config.hidden_size
+    if num_experts is None:
+        num_experts = config.num_experts
     width = config.expert_intermediate_size
     sizes = plan.group_sizes
     return {
@@ -146,8 +153,9 @@ def _encode_expert(
     expert: int,
     packed: np.ndarray,
     draft: Draft,
+    place: int,
 ) -> None:
-    """Writes an expert's codes, scales and tables into the layer's draft."""
+    """Writes an expert's codes, scales and tables into `draft` at index `place`."""
     hidden, width = plan.config.hidden_size, plan.config.expert_intermediate_size
     gate, up, down = np.split(packed, 3)
     sizes = plan.group_sizes
@@ -163,9 +171,9 @@ def _encode_expert(
         except ValueError as error:  # finite in its own type, but beyond bfloat16's range
             name = layer.fused[index // 2] if layer.fused else layer.separate[expert][index]
             raise ConversionError(f"{source.where(name)}: tensor {name}: {error}") from None
-        draft[f"{kind}_codes"][expert, rows] = codes
-        draft[f"{kind}_scales"][expert, rows] = scales
-        draft["tables"][expert, index] = table
+        draft[f"{kind}_codes"][place, rows] = codes
+        draft[f"{kind}_scales"][place, rows] = scales
+        draft["tables"][place, index] = table
 
 
 def _cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:

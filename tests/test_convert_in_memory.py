@@ -1,5 +1,8 @@
 """A source converted while it is loaded equals the same source converted to disk."""
 
+import subprocess
+import sys
+
 import jax
 import numpy as np
 from convert_cases import EMBEDDED_MODEL
@@ -10,24 +13,42 @@ from specter_jax.checkpoint import open_checkpoint
 
 def test_in_memory_checkpoint_equals_the_converted_directory(tmp_path):
     convert_checkpoint(EMBEDDED_MODEL, tmp_path / "converted")
-    on_disk = open_checkpoint(tmp_path / "converted")
+    check_equal(tmp_path / "converted", processes=False)
+
+
+def test_worker_processes_give_the_same(tmp_path):
+    convert_checkpoint(EMBEDDED_MODEL, tmp_path / "converted")
+    # In a process of its own: forking one in which JAX already runs threads may hang.
+    run = [sys.executable, __file__, str(tmp_path / "converted")]
+    subprocess.run(run, check=True, timeout=120)
+
+
+def check_equal(converted, *, processes):
+    source = SafetensorsSource(EMBEDDED_MODEL)
     in_memory = InMemoryCheckpoint(
-        SafetensorsSource(EMBEDDED_MODEL), tokenizer_path=EMBEDDED_MODEL, num_threads=2
+        source, tokenizer_path=EMBEDDED_MODEL, num_workers=2, processes=processes
     )
-    assert in_memory.config == on_disk.config
-    assert in_memory.group_sizes == on_disk.group_sizes
-    assert_equal_trees(in_memory.load_shared("float32"), on_disk.load_shared("float32"))
+    on_disk = open_checkpoint(converted)
     experts, files = in_memory.open_experts(), on_disk.open_experts()
     assert experts.expert_bytes == files.expert_bytes
     for layer in range(on_disk.config.num_moe_layers):
-        assert_equal_trees(in_memory.load_draft_layer(layer), on_disk.load_draft_layer(layer))
         for expert in range(on_disk.config.num_experts):
             np.testing.assert_array_equal(
                 experts.get(layer, expert).view(np.uint16), files.get(layer, expert).view(np.uint16)
             )
+        assert_equal_trees(in_memory.load_draft_layer(layer), on_disk.load_draft_layer(layer))
+    assert in_memory.config == on_disk.config
+    assert in_memory.group_sizes == on_disk.group_sizes
+    assert_equal_trees(in_memory.load_shared("float32"), on_disk.load_shared("float32"))
+    in_memory.close()
 
 
 def assert_equal_trees(one, other):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), one, other
-    )
+    """Same structure, same values."""
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+if __name__ == "__main__":
+    check_equal(sys.argv[1], processes=True)
