@@ -138,6 +138,8 @@ class _Workers:
             initializer=_inherit_work,
             initargs=(work,),
         )
+        # The first task starts all workers: now, before the caller starts anything else.
+        self._executor.submit(int).result()
 
     def submit(self, method: str, *arguments: Any) -> Future:
         """The future result of one of `_Work`'s methods."""

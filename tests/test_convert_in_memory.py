@@ -1,7 +1,9 @@
 """A source converted while it is loaded equals the same source converted to disk."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -20,7 +22,8 @@ def test_worker_processes_give_the_same(tmp_path):
     convert_checkpoint(EMBEDDED_MODEL, tmp_path / "converted")
     # In a process of its own: forking one in which JAX already runs threads may hang.
     run = [sys.executable, __file__, str(tmp_path / "converted")]
-    subprocess.run(run, check=True, timeout=120)
+    root = Path(__file__).parent.parent
+    subprocess.run(run, check=True, timeout=120, env=os.environ | {"PYTHONPATH": str(root)})
 
 
 def check_equal(converted, *, processes):
