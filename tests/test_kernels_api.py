@@ -93,7 +93,7 @@ def test_tuned_entries_match_by_size(tmp_path):
     assert tuned_fields(tmp_path, "Other", hidden=64, inner=32) == {}
 
 
-@pytest.mark.parametrize("hidden, inner", [(2048, 1408), (4096, 6400)])
+@pytest.mark.parametrize(("hidden", "inner"), [(2048, 1408), (4096, 6400)])
 def test_shipped_tables_fit_their_shapes(hidden, inner):
     draft = draft_config.config_for(hidden, inner, "NVIDIA H200")
     assert draft.early_launch

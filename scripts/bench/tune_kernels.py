@@ -31,29 +31,23 @@ FFN_ROWS = 9
 def draft_variants(shape: cases.Shape) -> list[DraftExpertsConfig]:
     """Both kernels vary together: their times are read separately from the profile."""
     if shape.hidden <= 2048:
+        tall = dict(down_rows=16, down_warps=16)
         gate_up = [
-            dict(gate_up_words=128),
-            dict(gate_up_words=128, gate_up_chunk_words=64),
-            dict(gate_up_words=256),
-            dict(gate_up_words=64, gate_up_ahead=1),
-            dict(gate_up_words=256, gate_up_chunk_words=128, gate_up_warps=8),
-        ]
-        down = [
             dict(),
-            dict(down_rows=16, down_warps=16),
-            dict(down_rows=16, down_chunks=32),
-            dict(down_chunks=32),
-            dict(down_chunks=32, down_warps=4),
+            dict(gate_up_chunk_words=64),
+            dict(),
+            dict(),
         ]
+        down = [tall, tall, {**tall, "down_chunks": 32}, dict()]
     else:
-        wide = dict(down_chunk_words=32, down_ahead=1, down_chunks=16)
+        wide = dict(down_chunk_words=32, down_ahead=1, down_chunks=16, down_warps=4)
+        big = dict(gate_up_words=256, gate_up_warps=8)
         gate_up = [
-            dict(gate_up_words=128),
-            dict(gate_up_words=128, gate_up_chunk_words=64),
-            dict(gate_up_words=256, gate_up_chunk_words=64, gate_up_warps=8),
-            dict(gate_up_words=256, gate_up_warps=8),
+            dict(gate_up_chunk_words=64, **big),
+            big,
+            dict(gate_up_chunk_words=64, **big),
         ]
-        down = [wide, {**wide, "down_chunks": 8}, {**wide, "down_warps": 4}, dict()]
+        down = [wide, wide, {**wide, "down_chunks": 8, "down_ahead": 2}]
     common = dict(early_launch=True)
     pairs = zip(gate_up, down, strict=True)
     return [DraftExpertsConfig(**g, **d, **common) for g, d in pairs]
