@@ -17,7 +17,7 @@ from pallas_kernels.expert_ffn.config import config_for
 
 pytestmark = pytest.mark.gpu
 
-DRAFT_ROUNDING = 2e-2  # bytes for tables and activations, see draft_experts/pallas_triton.py
+DRAFT_ROUNDING = 2e-2  # bytes for tables and activations, see draft_experts/arithmetic.py
 FFN_ROUNDING = 5e-3  # both sides round the same operands to bfloat16, the hidden ones rarely apart
 MOST_ROWS = 544
 

@@ -24,7 +24,7 @@ def draft_experts(
 ) -> jax.Array:
     """Weighted sum of each row's chosen INT4 experts; arrays as in `reference.draft_experts`.
 
-    `layer` may hold `pallas_triton.pack_tables(layer["tables"])` beside the rest; the kernels then
+    `layer` may hold `arithmetic.pack_tables(layer["tables"])` beside the rest; the kernels then
     need not derive it. implementation: None takes the kernels on an NVIDIA GPU where they support
     the sizes, and the reference otherwise.
 

@@ -19,7 +19,7 @@ import kernel_cases as cases
 
 from pallas_kernels.draft_experts import config as draft_config
 from pallas_kernels.draft_experts.api import draft_experts
-from pallas_kernels.draft_experts.pallas_triton import pack_tables
+from pallas_kernels.draft_experts.arithmetic import pack_tables
 from pallas_kernels.expert_ffn import config as ffn_config
 from pallas_kernels.expert_ffn.api import expert_ffn
 from pallas_kernels.tuning import tuned_fields

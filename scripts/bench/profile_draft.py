@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import kernel_cases as cases
 
 from pallas_kernels.draft_experts.api import draft_experts
-from pallas_kernels.draft_experts.pallas_triton import pack_tables
+from pallas_kernels.draft_experts.arithmetic import pack_tables
 
 if __name__ == "__main__":
     shape = cases.SHAPES[0]

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import kernel_cases as cases
 
 from pallas_kernels.draft_experts import config as draft_config
+from pallas_kernels.draft_experts.arithmetic import pack_tables
 from pallas_kernels.draft_experts.config import DraftExpertsConfig
-from pallas_kernels.draft_experts.pallas_triton import draft_experts, pack_tables
+from pallas_kernels.draft_experts.pallas_triton import draft_experts
 from pallas_kernels.expert_ffn import config as ffn_config
 from pallas_kernels.expert_ffn.config import ExpertFFNConfig
 from pallas_kernels.expert_ffn.pallas_triton import expert_ffn
