@@ -65,7 +65,7 @@ def workspace_bytes(
     of activations; a sampled verification holds a few float32 arrays of logits.
     """
     width = min(prefill_tokens, prefill_bucket(max_context))
-    context = kv_capacity([max_context], max_context, prefill_tokens)
+    context = kv_capacity(max_context, max_context)
     scores = 2 * 4 * batch * config.num_heads * width * context
     inner = max(
         config.num_heads * (config.head_dim + config.v_head_dim),
@@ -82,7 +82,7 @@ def kv_bytes(
     config: ModelConfig, *, batch: int, max_context: int, prefill_tokens: int, itemsize: int
 ) -> int:
     """KV of `batch` sequences of `max_context` tokens."""
-    capacity = kv_capacity([max_context], max_context, prefill_tokens)
+    capacity = kv_capacity(max_context, max_context)
     return batch * capacity * config.kv_elements_per_token() * itemsize
 
 

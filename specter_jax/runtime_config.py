@@ -14,8 +14,10 @@ MIN_VERIFY_TOKENS = 2
 """Verification never runs on one row alone: XLA takes a matrix-vector path for it that rounds
 differently, and plain decoding must equal speculation bit for bit."""
 
-_PREFILL_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-_KV_BUCKETS = (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+# Few and far apart: a program of a large model takes long to compile, padding costs little.
+_PREFILL_BUCKETS = (32, 128, 512, 2048)
+_KV_BUCKETS = (256, 1024)
+_KV_MULTIPLE = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +26,7 @@ class RuntimeConfig:
 
     num_slots: full-precision experts the cache holds.
     max_in_flight: experts that may be on their way at once (each has a staging buffer).
-    chunk_tokens: draft steps per device program; the host predicts at every chunk's end.
+    chunk_tokens: draft steps between two meetings with the host, which predicts at each.
     max_context: longest prompt plus output, tokens.
     max_batch: most sequences decoded together.
     prefill_group: experts computed together while a prefill streams the rest.
@@ -66,17 +68,15 @@ def prefill_widths(longest: int, prefill_tokens: int) -> list[int]:
     return widths
 
 
-def kv_capacity(lengths: list[int], num_tokens: int, prefill_tokens: int) -> int:
-    """KV entries per sequence for prompts of `lengths` and `num_tokens` of prompt plus output.
+def kv_capacity(num_tokens: int, max_context: int) -> int:
+    """KV entries per sequence for `num_tokens` of prompt and output, of `max_context` at most.
 
     Room for speculation is always that of the greatest depth, so that capacity, and with it the
-    order of every sum over the KV, is the same at every depth. A chunk of a prefill writes its
-    full width behind each prompt, also behind one that has ended; nothing valid lies there, but
-    the entries must exist, since a write past the end would be moved back over valid ones.
+    order of every sum over the KV, is the same at every depth. A prefill's padding may reach
+    past the end: such writes are dropped.
     """
-    needed, done = num_tokens + KV_SLACK, 0
-    for width in prefill_widths(max(lengths), prefill_tokens):
-        starts = [done if length > done else length for length in lengths]
-        needed = max(needed, max(starts) + width)
-        done += width
-    return bucket(needed, _KV_BUCKETS)
+    needed = num_tokens + KV_SLACK
+    for capacity in _KV_BUCKETS:
+        if needed <= capacity and capacity < max_context:
+            return capacity
+    return -(-(max_context + KV_SLACK) // _KV_MULTIPLE) * _KV_MULTIPLE

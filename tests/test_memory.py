@@ -165,7 +165,7 @@ def test_no_batch_needs_more_kv_than_was_set_aside(data, max_context, rows, pref
     runtime = RuntimeConfig(num_slots=4, prefill_tokens=prefill_tokens, max_context=max_context)
     batch = Batch(prompts=prompts, limits=limits, draws=None, kv_dtype="float32")
     capacity = batch.capacity(runtime)
-    assert capacity <= kv_capacity([max_context], max_context, prefill_tokens)
+    assert capacity <= kv_capacity(max_context, max_context)
     assert capacity >= max(map(sum, zip(lengths, limits, strict=True)))
 
 
@@ -177,7 +177,7 @@ def test_sizes_are_those_of_the_arrays_allocated(tiny_directory):
     assert ledger.slot_bytes == model.pool.slots.nbytes
     assert ledger.expert_bytes == model.pool.store.expert_bytes
     assert ledger.max_in_flight == model.pool.max_in_flight
-    capacity = kv_capacity([CONTEXT], CONTEXT, model.runtime.prefill_tokens)
+    capacity = kv_capacity(CONTEXT, CONTEXT)
     kv = models.init_kv(model.config, model.runtime.max_batch, capacity, model.dtype)
     assert ledger.kv_bytes == nbytes(kv)
 
@@ -186,9 +186,9 @@ def test_workspace_covers_the_temporaries_of_a_prefill_layer(tiny_directory):
     """XLA's own figure for the attention of a layer over the longest prompt."""
     checkpoint = open_checkpoint(tiny_directory)
     config, context = checkpoint.config, 512
-    ledger, runtime = plan_for(checkpoint, dtype="float32", max_context=context)
+    ledger, _ = plan_for(checkpoint, dtype="float32", max_context=context)
     model = load_tiny(tiny_directory)
-    capacity = kv_capacity([context], context, runtime.prefill_tokens)
+    capacity = kv_capacity(context, context)
     kv = models.init_kv(config, 1, capacity, "float32")
     hidden = jax.ShapeDtypeStruct((1, context, config.hidden_size), np.float32)
     compiled = model.programs.route.lower(

@@ -78,9 +78,8 @@ def test_slots_hold_what_the_table_says_after_any_sequence(
             keys, urgent = arguments
             assert pool.issue(keys, urgent=urgent) <= len(keys)
         elif action == "commit":
-            # In groups of one layer that fit, as the engine does.
-            for key in pool.staged_keys()[: arguments[0]]:
-                pool.commit([key], next_layer=0)
+            # Of several layers at once; one layer's never exceed the slots.
+            pool.commit(pool.staged_keys()[: min(arguments[0], num_slots)], next_layer=0)
         elif action == "load":
             layer, experts = arguments
             pool.load([(layer, e) for e in sorted(experts)][:num_slots], next_layer=0)
@@ -215,7 +214,7 @@ def test_an_interrupted_generation_leaves_the_model_exact(tiny_directory, monkey
 
 
 @pytest.mark.parametrize("at", [1, 4])
-@pytest.mark.parametrize("program", ["draft_chunk", "verify", "route", "experts", "accept"])
+@pytest.mark.parametrize("program", ["draft_step", "verify", "route", "experts", "accept"])
 def test_an_interrupted_program_leaves_the_model_exact(tiny_directory, monkeypatch, program, at):
     import dataclasses
 

@@ -39,4 +39,4 @@ class Batch:
         longest = max(
             length + limit for length, limit in zip(self.lengths, self.limits, strict=True)
         )
-        return kv_capacity(self.lengths, longest, runtime.prefill_tokens)
+        return kv_capacity(longest, runtime.max_context)

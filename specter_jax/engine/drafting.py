@@ -25,7 +25,7 @@ class Drafted:
     """What drafting leaves for verification.
 
     tokens: int32 [B, K], of which num_drafted count; experts: int32 [M, B, S, k], routing of the S
-    positions the draft ran; probs: per chunk float32 [B, C, V] on the device, () when greedy;
+    positions the draft ran; probs: per token float32 [B, V] on the device, () when greedy;
     predicted: the ELB at the end, None if nothing was drafted; num_drafted: int32 [B].
     """
 
@@ -49,7 +49,7 @@ def draft(ctx: Context, state: DecodeState, depth: int, most: int = MAX_DEPTH) -
 
     most: tokens worth drafting, fewer than `depth` towards the end of the output; what is missing
         is padded, as verification at `depth` has fixed shapes. Sampling always drafts them all,
-        since the shapes of its probabilities follow the steps.
+        since verification takes as many probabilities.
     """
     if depth == 0:
         return no_draft(state.batch)
@@ -60,27 +60,26 @@ def draft(ctx: Context, state: DecodeState, depth: int, most: int = MAX_DEPTH) -
     prefetcher = _Prefetcher(ctx, num_steps)
     tokens, experts, probs = [], [], []
     last = state.last
-    done = 0
-    while done < num_steps:
-        # A chunk ends with the last token, so that the shapes of `probs` follow from `useful`.
-        steps = min(ctx.runtime.chunk_tokens, max(useful - done, 1))
-        with ctx.trace.span("draft", "chunk", steps=steps, first=done):
-            chunk, state.kv = ctx.programs.draft_chunk(
-                ctx.params, state.kv, last, state.lengths + done, state.active, state.draws, steps
-            )
-            tokens.append(np.asarray(chunk.tokens))
-            experts.append(np.asarray(chunk.experts))
-        last = chunk.last
-        if chunk.probs is not None and done < useful:
-            probs.append(chunk.probs)
-        done += steps
-        elb.add(experts[-1].reshape(len(experts[-1]), -1, experts[-1].shape[-1]))
+    while len(tokens) < num_steps:
+        first = len(tokens)
+        with ctx.trace.span("draft", "chunk", first=first):
+            chunk = []
+            for position in range(first, min(first + ctx.runtime.chunk_tokens, num_steps)):
+                step, state.kv = ctx.programs.draft_step(
+                    ctx.params, state.kv, last, state.lengths + position, state.active, state.draws
+                )
+                last = step.last
+                chunk.append(step)
+            tokens += [np.asarray(step.tokens) for step in chunk]
+            experts += [np.asarray(step.experts) for step in chunk]
+        probs += [step.probs for step in chunk if step.probs is not None]
+        elb.add(np.stack(experts[first:], 2))
         snapshot = elb.snapshot()
-        prefetcher.boundary(snapshot, np.concatenate(experts, 2), done)
+        prefetcher.boundary(snapshot, np.stack(experts, 2), len(tokens))
     return Drafted(
-        tokens=np.pad(np.concatenate(tokens, 1)[:, :useful], ((0, 0), (0, depth - useful))),
-        experts=np.concatenate(experts, 2),
-        probs=tuple(probs),
+        tokens=np.pad(np.stack(tokens[:useful], 1), ((0, 0), (0, depth - useful))),
+        experts=np.stack(experts, 2),
+        probs=tuple(probs[:useful]),
         predicted=snapshot,
         num_drafted=np.where(state.active, useful, 0).astype(np.int32),
     )

@@ -39,12 +39,12 @@ class Draws:
 
 
 @flax.struct.dataclass
-class DraftChunk:
-    """What a draft chunk of C steps gives.
+class DraftStep:
+    """What one draft step gives.
 
-    tokens: int32 [B, C], host; experts: int32 [M, B, C, k], host;
-    last: int32 [B], device, the input of the next chunk;
-    probs: float32 [B, C, V], device, what each token was drawn from (None when greedy).
+    tokens: int32 [B], host; experts: int32 [M, B, k], host;
+    last: `tokens` again, on the device, the input of the next step;
+    probs: float32 [B, V], device, what each token was drawn from (None when greedy).
     """
 
     tokens: jax.Array
@@ -72,8 +72,7 @@ class Verified:
 class Programs:
     """Jitted functions of one model on one device; each compiles once per shape bucket.
 
-    draft_chunk(params, kv, tokens [B], lengths [B], active [B], draws, num_steps)
-        -> (DraftChunk, kv)
+    draft_step(params, kv, tokens [B], lengths [B], active [B], draws) -> (DraftStep, kv)
     verify(params, kv, slots, slot_table, tokens [B, T], lengths, num_drafted [B], active, probs,
         draws) -> (Verified, kv)
     embed(shared, tokens) -> hidden
@@ -88,7 +87,7 @@ class Programs:
     hidden_at(hidden [M, B, T, H], m) -> [B, T, H]
     """
 
-    draft_chunk: Any
+    draft_step: Any
     verify: Any
     embed: Any
     dense: Any
@@ -117,15 +116,12 @@ def judge(
     """Greedy acceptance without `draws`, speculative rejection sampling with them.
 
     logits: float32 [B, T, V]; tokens: int32 [B, T], the last committed one, then the drafted;
-    probs: the draft chunks' `probs`, together [B, >= T - 1, V], or () where nothing was drafted.
+    probs: the draft steps' `probs`, T - 1 of [B, V], or () where nothing was drafted.
     """
     drafted = tokens[:, 1:]
     if draws is None:
         return accept_greedy(logits, drafted, num_drafted)
-    depth = drafted.shape[1]
-    draft_probs = (
-        jnp.concatenate(probs, axis=1)[:, :depth] if probs else jnp.zeros_like(logits[:, :depth])
-    )
+    draft_probs = jnp.stack(probs, 1) if probs else jnp.zeros_like(logits[:, :-1])
     return accept_sampled(
         logits,
         drafted,
@@ -139,26 +135,14 @@ def judge(
     )
 
 
-def _draft_chunk(config, params, kv, tokens, lengths, active, draws, num_steps):
-    drafted, experts, probs = [], [], []
-    # Unrolled: an iteration of a device loop costs more than the compilation it saves.
-    for step in range(num_steps):
-        logits, chosen, kv = models.draft_step(config, params, kv, tokens, lengths + step, active)
-        if draws is None:
-            tokens = greedy(logits)
-        else:
-            filtered = filtered_probs(logits, draws.temperature, draws.top_k, draws.top_p)
-            tokens = sample(filtered, stream_keys(draws.keys, lengths + step + 1, DRAFT_STREAM))
-            probs.append(filtered)
-        drafted.append(tokens)
-        experts.append(chosen)
-    chunk = DraftChunk(
-        tokens=jnp.stack(drafted, 1),
-        experts=jnp.stack(experts, 2),
-        last=tokens,
-        probs=jnp.stack(probs, 1) if probs else None,
-    )
-    return chunk, kv
+def _draft_step(config, params, kv, tokens, lengths, active, draws):
+    logits, experts, kv = models.draft_step(config, params, kv, tokens, lengths, active)
+    if draws is None:
+        tokens, probs = greedy(logits), None
+    else:
+        probs = filtered_probs(logits, draws.temperature, draws.top_k, draws.top_p)
+        tokens = sample(probs, stream_keys(draws.keys, lengths + 1, DRAFT_STREAM))
+    return DraftStep(tokens=tokens, experts=experts, last=tokens, probs=probs), kv
 
 
 def _verify(
@@ -221,14 +205,14 @@ def build_programs(config: ModelConfig, compute_dtype: str, device: jax.Device) 
         bound = functools.partial(function, config)
         return jax.jit(bound, donate_argnums=donate, static_argnums=static, out_shardings=out)
 
-    chunk_out = DraftChunk(tokens=host, experts=host, last=dev, probs=dev)
+    step_out = DraftStep(tokens=host, experts=host, last=dev, probs=dev)
     verified_out = Verified(tokens=host, num_accepted=host, experts=host, misses=host, hidden=dev)
 
     def embed(config, shared, tokens):
         return models.embed(config, shared, tokens, dtype)
 
     return Programs(
-        draft_chunk=jitted(_draft_chunk, donate=(1,), static=(6,), out=(chunk_out, dev)),
+        draft_step=jitted(_draft_step, donate=(1,), out=(step_out, dev)),
         verify=jitted(_verify, donate=(1,), out=(verified_out, dev)),
         embed=jitted(embed),
         dense=jitted(_dense, donate=(3,), static=(0, 1)),

@@ -29,10 +29,9 @@ def warm_up(ctx: Context, batch: Batch, depths: Sequence[int]) -> None:
         for width in sorted(set(batch.widths(ctx.runtime))):
             _warm_experts(ctx, state, width, prompt=True)
     if any(depths):
-        for steps in sorted({1, ctx.runtime.chunk_tokens}):
-            # From a token of the host's, then from the chunk before.
-            last, _ = _draft(ctx, state, state.last, steps)
-            _draft(ctx, state, last, steps)
+        # From a token of the host's, then from the step before.
+        last, _ = _draft(ctx, state, state.last)
+        _draft(ctx, state, last)
     for depth in depths:
         _warm_verification(ctx, state, depth)
 
@@ -77,24 +76,21 @@ def _warm_experts(ctx: Context, state: DecodeState, num_tokens: int, *, prompt: 
     state.kv = tuple(kv)
 
 
-def _draft(ctx: Context, state: DecodeState, last, steps: int):
-    chunk, state.kv = ctx.programs.draft_chunk(
-        ctx.params, state.kv, last, state.lengths, state.active, state.draws, steps
+def _draft(ctx: Context, state: DecodeState, last):
+    step, state.kv = ctx.programs.draft_step(
+        ctx.params, state.kv, last, state.lengths, state.active, state.draws
     )
-    return chunk.last, chunk.probs
+    return step.last, step.probs
 
 
 def _warm_verification(ctx: Context, state: DecodeState, depth: int) -> None:
     """Both ways of verifying at `depth`, and resuming the one by the other."""
-    probs, done = [], 0
-    while state.draws is not None and done < depth:
-        steps = min(ctx.runtime.chunk_tokens, depth - done)
-        probs.append(_draft(ctx, state, state.last, steps)[1])
-        done += steps
+    sampled = state.draws is not None and depth > 0
+    probs = (_draft(ctx, state, state.last)[1],) * depth if sampled else ()
     drafted = Drafted(
         tokens=np.zeros((state.batch, depth), np.int32),
         experts=None,
-        probs=tuple(probs),
+        probs=probs,
         predicted=None,
         num_drafted=np.full(state.batch, depth, np.int32),
     )
