@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -91,32 +92,32 @@ def generate(
     ids = encode_prompts(tokenizer, prompts, chat=chat)
     for number, prompt in enumerate(ids):
         _check_prompt(model, number, prompt)
-    model.use_policy(policy)
+    batches = [
+        _batch(model, ids[start : start + size], start, max_new_tokens, sampling)
+        for start in range(0, len(ids), size)
+    ]
     recorders, outputs, texts = [], [], []
-    for start in range(0, len(ids), size):
-        sinks = [
-            _Sink(
-                TextStream(tokenizer, stop=stop),
-                () if ignore_eos else model.config.eos_token_ids,
-                None if on_text is None else _for_prompt(on_text, start + row),
-            )
-            for row in range(min(size, len(ids) - start))
-        ]
-        recorder = _generate_batch(
-            model,
-            ids[start : start + size],
-            sinks,
-            indices=np.arange(start, start + len(sinks), dtype=np.int32),
-            max_new_tokens=max_new_tokens,
-            depth=depth,
-            sampling=sampling,
-            trace=trace or NullTrace(),
-        )
-        for sink in sinks:
-            text, tokens = sink.finish()
-            texts.append(text)
-            outputs.append(tokens)
-            recorders.append(recorder)
+    with model.exclusive():
+        model.use_policy(policy)
+        # An interruption while slots were filled comes to light here.
+        model.pool.settle()
+        for batch in batches:
+            model.ensure_warm(batch, _depths(policy, depth))
+        for batch in batches:
+            sinks = [
+                _Sink(
+                    TextStream(tokenizer, stop=stop),
+                    () if ignore_eos else model.config.eos_token_ids,
+                    None if on_text is None else _for_prompt(on_text, len(texts) + row),
+                )
+                for row in range(len(batch.prompts))
+            ]
+            recorder = _generate_batch(model, batch, sinks, depth, trace or NullTrace())
+            for sink in sinks:
+                text, tokens = sink.finish()
+                texts.append(text)
+                outputs.append(tokens)
+                recorders.append(recorder)
     distinct = list({id(recorder): recorder for recorder in recorders}.values())
     return GenerationResult(
         texts=texts,
@@ -211,29 +212,28 @@ class _Sink:
             self._on_text(text)
 
 
-def _generate_batch(
+def _batch(
     model: Model,
     prompts: list[np.ndarray],
-    sinks: list[_Sink],
-    *,
-    indices: np.ndarray,
+    first_index: int,
     max_new_tokens: int,
-    depth: int | str,
     sampling: SamplingConfig,
-    trace: Tracer,
-) -> StatsRecorder:
+) -> Batch:
+    indices = np.arange(first_index, first_index + len(prompts), dtype=np.int32)
     most = model.runtime.max_context
-    batch = Batch(
+    return Batch(
         prompts=prompts,
         limits=[min(max_new_tokens, most - len(prompt)) for prompt in prompts],
         draws=None if sampling.greedy else _draws(sampling, indices),
         kv_dtype=model.dtype,
     )
-    controller = DepthController(fixed=depth) if depth != AUTO else model.auto_depth(len(prompts))
-    # An interruption while slots were filled comes to light here.
-    model.pool.settle()
-    model.ensure_warm(batch, _depths(model.policy, depth))
-    recorder = StatsRecorder(sequences=len(prompts))
+
+
+def _generate_batch(
+    model: Model, batch: Batch, sinks: list[_Sink], depth: int | str, trace: Tracer
+) -> StatsRecorder:
+    controller = DepthController(fixed=depth) if depth != AUTO else model.auto_depth(len(sinks))
+    recorder = StatsRecorder(sequences=len(sinks))
     ctx = model.context(recorder, trace)
     try:
         decode(ctx, batch, controller, lambda row, tokens: sinks[row].push(tokens))
@@ -256,6 +256,11 @@ def _draws(sampling: SamplingConfig, indices: np.ndarray) -> Draws:
 
 
 def _peak_bytes(model: Model) -> int:
-    """The device's own peak, or the ledger's sum where the device does not report one."""
+    """The device's own peak; where it reports none, the bytes of all arrays on it now."""
     stats = model.device.memory_stats() or {}
-    return int(stats.get("peak_bytes_in_use", model.ledger.total_bytes))
+    if "peak_bytes_in_use" in stats:
+        return int(stats["peak_bytes_in_use"])
+    on_device = (
+        array.nbytes for array in jax.live_arrays() if array.sharding.memory_kind == "device"
+    )
+    return sum(on_device)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ class Model:
             generation to the next, so that a warm cache stays warm.
         warm: shapes whose programs have run once, see `ensure_warm`.
         controllers: what `depth="auto"` has measured, by policy and batch size.
+        lock: held by a running generation, see `exclusive`.
         ledger: where the device's memory went. dtype: "bfloat16" or "float32", of computation.
     """
 
@@ -65,6 +68,7 @@ class Model:
     optimism: Optimism
     warm: set[tuple] = dataclasses.field(default_factory=set)
     controllers: dict[tuple[str, int], DepthController] = dataclasses.field(default_factory=dict)
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def context(self, recorder: StatsRecorder, trace: Tracer) -> Context:
         """What the engine's phases share during one generation."""
@@ -82,6 +86,21 @@ class Model:
             optimism=self.optimism,
             device=self.device,
         )
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """One generation at a time: slots and statistics are shared.
+
+        Raises InvalidRequestError if one is running, in another thread or around this call.
+        """
+        if not self.lock.acquire(blocking=False):
+            raise InvalidRequestError(
+                "this model is generating already: wait for it, or give all prompts in one call"
+            )
+        try:
+            yield
+        finally:
+            self.lock.release()
 
     def auto_depth(self, batch_size: int) -> DepthController:
         """The controller of `depth="auto"` for the current policy; it keeps what it measured."""
