@@ -5,6 +5,7 @@ import pytest
 from specter_jax.offload import POLICIES
 from tests.engine_cases import (
     ALL,
+    FEW,
     PROMPTS,
     QUARTER,
     count_compilations,
@@ -27,7 +28,8 @@ def test_the_counter_counts():
 
 
 @pytest.mark.parametrize(
-    ("slots", "first"), [(6, SHORT), (QUARTER, SHORT), (QUARTER, LONG), (157, SHORT), (ALL, SHORT)]
+    ("slots", "first"),
+    [(FEW, SHORT), (QUARTER, SHORT), (QUARTER, LONG), (157, SHORT), (ALL, SHORT)],
 )
 def test_acceptance_misses_and_prompts_compile_nothing(tiny_directory, slots, first):
     model = load_tiny(tiny_directory, slots)

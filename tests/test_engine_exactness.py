@@ -5,6 +5,8 @@ import pytest
 from specter_jax.offload import POLICIES
 from tests.engine_cases import (
     ALL,
+    FEW,
+    MANY,
     PROMPTS,
     QUARTER,
     assert_slots_match_store,
@@ -23,31 +25,32 @@ def plain(tiny_directory):
 @pytest.mark.parametrize("depth", [0, 1, 3, 8, 16])
 def test_every_policy_and_depth_gives_the_plain_output(tiny_directory, plain, depth):
     model = load_tiny(tiny_directory)
+    assert run(model, PROMPTS, depth=depth).tokens == plain
     for policy in POLICIES:
-        assert run(model, PROMPTS, depth=depth, policy=policy).tokens == plain, policy
+        assert run(model, PROMPTS[1:2], depth=depth, policy=policy).tokens == plain[1:2], policy
 
 
-@pytest.mark.parametrize("slots", [4, 6, 157, ALL])
+@pytest.mark.parametrize("slots", [FEW, MANY, ALL])
 def test_any_number_of_slots_gives_the_plain_output(tiny_directory, plain, slots):
     model = load_tiny(tiny_directory, slots)
     for policy in POLICIES:
-        assert run(model, PROMPTS[:2], policy=policy).tokens == plain[:2], policy
+        assert run(model, PROMPTS[:1], policy=policy).tokens == plain[:1], policy
     assert_slots_match_store(model)
 
 
-@pytest.mark.parametrize("slots", [6, QUARTER, ALL])
+@pytest.mark.parametrize("slots", [FEW, QUARTER, ALL])
 def test_a_wrong_draft_costs_acceptance_but_not_exactness(tiny_directory, plain, slots):
     model = load_tiny(tiny_directory, slots)
     with wrong_draft(model):
         result = run(model, PROMPTS)
     assert result.tokens == plain
-    assert result.stats.acceptance_rate < 0.6
+    assert 0.1 < result.stats.acceptance_rate < 0.7
     assert result.stats.iterations > run(model, PROMPTS).stats.iterations
 
 
 def test_a_long_used_cache_stays_exact(tiny_directory, plain):
     model = load_tiny(tiny_directory)
-    for turn in range(6):
+    for turn in range(3):
         order = PROMPTS[turn % 4 :] + PROMPTS[: turn % 4]
         tokens = run(model, order, depth=(3, 8)[turn % 2]).tokens
         assert tokens == plain[turn % 4 :] + plain[: turn % 4]
@@ -62,6 +65,37 @@ def test_rows_of_a_batch_equal_single_sequences(tiny_directory, plain, depth):
 
 
 def test_auto_depth_gives_the_plain_output(tiny_directory, plain):
-    result = run(load_tiny(tiny_directory), PROMPTS[:2], depth="auto")
-    assert result.tokens == plain[:2]
+    result = run(load_tiny(tiny_directory), PROMPTS[:1], depth="auto")
+    assert result.tokens == plain[:1]
     assert len(result.stats.depths) > 1
+
+
+def routing_of_verifications(model, monkeypatch):
+    """Every verification's routing of the tokens that count, and the statistics."""
+    from specter_jax.engine import verification
+
+    seen = []
+    original = verification.verify
+
+    def verify(ctx, state, drafted, resident_before):
+        result = original(ctx, state, drafted, resident_before)
+        chosen, count = result[1], int(drafted.num_drafted[0]) + 1
+        seen.append([chosen[m][0, :count].tolist() for m in sorted(chosen)])
+        return result
+
+    with monkeypatch.context() as patch, wrong_draft(model):
+        patch.setattr("specter_jax.engine.decode.verify", verify)
+        stats = run(model, PROMPTS).stats
+    return seen, stats
+
+
+@pytest.mark.parametrize("slots", [FEW, MANY])
+def test_a_miss_changes_no_routing(tiny_directory, monkeypatch, slots):
+    """Routing tells more than tokens: a state that lacks an expert's part soon routes otherwise."""
+    expected, full = routing_of_verifications(load_tiny(tiny_directory, ALL), monkeypatch)
+    got, stats = routing_of_verifications(load_tiny(tiny_directory, slots), monkeypatch)
+    assert got == expected
+    assert full.resumes == 0
+    assert stats.demand_misses > 0
+    # With few slots nothing fits, and verification goes layer by layer from the start.
+    assert (stats.resumes > 0) == (slots == MANY)
