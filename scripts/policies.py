@@ -61,20 +61,13 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(model: Model, cases: list[Case], policy: str, depth: int, max_new_tokens: int) -> Stats:
     """Statistics over all prompts, one at a time, from a freshly filled cache on."""
     import specter_jax as sj
-    from specter_jax.engine.batch import Batch
-    from specter_jax.offload import get_policy
-    from specter_jax.stats import merge
 
-    speculative = get_policy(policy).speculative
     model.use_policy(policy)
-    for case in cases:
-        # Compiling starts the cache afresh, so everything compiles first.
-        limit = min(max_new_tokens, model.runtime.max_context - len(case.ids))
-        batch = Batch(prompts=[case.ids], limits=[limit], draws=None, kv_dtype=model.dtype)
-        model.ensure_warm(batch, (depth if speculative else 0,))
     model.reset_cache()
-    settings = {"max_new_tokens": max_new_tokens, "depth": depth, "policy": policy}
-    return merge([sj.generate(model, [case.ids], **settings).stats for case in cases])
+    prompts = [case.ids for case in cases]
+    return sj.generate(
+        model, prompts, max_new_tokens=max_new_tokens, depth=depth, policy=policy, batch_size=1
+    ).stats
 
 
 def _row(name: str, stats: Stats) -> str:
