@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specter_jax.arguments import as_callable, as_flag, as_integer, as_list
 from specter_jax.controller import DEPTH_BUCKETS, DepthController
 from specter_jax.engine.batch import Batch
 from specter_jax.engine.decode import decode
@@ -19,7 +20,7 @@ from specter_jax.offload import DEFAULT_POLICY, get_policy
 from specter_jax.runtime_config import MAX_DEPTH
 from specter_jax.sampling import SamplingConfig, row_keys
 from specter_jax.stats import Stats, StatsRecorder, merge_recorders
-from specter_jax.text import TextStream, encode_prompts, load_tokenizer
+from specter_jax.text import TextStream, check_stop, encode_prompts, load_tokenizer
 from specter_jax.trace import NullTrace, Tracer
 
 OnText = Callable[[int, str], None]
@@ -84,10 +85,16 @@ def generate(
     """
     sampling = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     get_policy(policy)
-    check_depth(depth)
+    depth = check_depth(depth)
     size = _batch_size(model, batch_size)
-    if isinstance(max_new_tokens, bool) or max_new_tokens < 1:
-        raise InvalidRequestError(f"max_new_tokens is {max_new_tokens}: give 1 or more")
+    max_new_tokens = as_integer("max_new_tokens", max_new_tokens, 1)
+    as_flag("chat", chat)
+    as_flag("ignore_eos", ignore_eos)
+    as_callable("on_text", on_text)
+    stop = check_stop(as_list("stop", () if stop is None else stop, "strings"))
+    prompts = as_list("prompts", prompts, "prompts")
+    if trace is not None and not hasattr(trace, "async_span"):
+        raise InvalidRequestError(f"trace is {trace!r}; expected a specter_jax.Trace")
     tokenizer = load_tokenizer(model.path)
     ids = encode_prompts(tokenizer, prompts, chat=chat)
     for number, prompt in enumerate(ids):
@@ -127,11 +134,16 @@ def generate(
     )
 
 
-def check_depth(depth: int | str) -> None:
-    """Raises InvalidRequestError unless `depth` is 0..16 or "auto"."""
-    valid = isinstance(depth, int) and not isinstance(depth, bool) and 0 <= depth <= MAX_DEPTH
-    if not valid and depth != AUTO:
-        raise InvalidRequestError(f'depth is {depth!r}: give 0 to {MAX_DEPTH} or "auto"')
+def check_depth(depth: int | str) -> int | str:
+    """`depth` as 0..16 or "auto"; raises InvalidRequestError otherwise."""
+    if isinstance(depth, str) and depth == AUTO:
+        return AUTO
+    try:
+        return as_integer("depth", depth, 0, MAX_DEPTH)
+    except InvalidRequestError:
+        raise InvalidRequestError(
+            f'depth is {depth!r}; expected an integer from 0 to {MAX_DEPTH}, or "auto"'
+        ) from None
 
 
 def _depths(policy: str, depth: int | str) -> tuple[int, ...]:
@@ -145,11 +157,10 @@ def _batch_size(model: Model, batch_size: int | None) -> int:
     most = model.runtime.max_batch
     if batch_size is None:
         return most
-    if not 1 <= batch_size <= most:
-        raise InvalidRequestError(
-            f"batch_size is {batch_size}: this model was loaded for 1 to {most} (max_batch)"
-        )
-    return batch_size
+    try:
+        return as_integer("batch_size", batch_size, 1, most)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{error} (load the model with a larger max_batch)") from None
 
 
 def _check_prompt(model: Model, number: int, prompt: np.ndarray) -> None:

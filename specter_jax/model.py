@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from specter_jax.arguments import as_callable, as_choice, as_integer
 from specter_jax.checkpoint import Checkpoint, open_checkpoint
 from specter_jax.config import ModelConfig, layer_name
 from specter_jax.controller import DepthController
@@ -178,8 +179,8 @@ def load(
         InvalidRequestError: an argument is out of range.
         CheckpointError, ConversionError, UnsupportedModelError: the directory cannot be used.
     """
-    if dtype not in DTYPES:
-        raise InvalidRequestError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    as_choice("dtype", dtype, DTYPES)
+    as_callable("progress", progress)
     budget = None if gpu_memory is None else parse_size(gpu_memory)
     if isinstance(path, str | os.PathLike):
         directory = resolve_checkpoint(path, cache_dir=cache_dir, progress=progress)
@@ -241,14 +242,12 @@ def plan(
 ) -> tuple[MemoryLedger, RuntimeConfig]:
     """What a budget buys, without loading anything; raises BudgetError, InvalidRequestError."""
     config = checkpoint.config
-    if max_batch < 1:
-        raise InvalidRequestError(f"max_batch is {max_batch}: give 1 or more")
+    max_batch = as_integer("max_batch", max_batch, 1)
+    if expert_slots is not None:
+        expert_slots = as_integer("expert_slots", expert_slots, 0)
     if max_context is None:
         max_context = min(config.max_context, DEFAULT_MAX_CONTEXT)
-    if not 2 <= max_context <= config.max_context:
-        raise InvalidRequestError(
-            f"max_context is {max_context}: this model takes 2 to {config.max_context} tokens"
-        )
+    max_context = as_integer("max_context", max_context, 2, config.max_context)
     itemsize = np.dtype(jax.numpy.dtype(dtype)).itemsize
     prefill_tokens = RuntimeConfig.prefill_tokens
     sizes = parameter_sizes(checkpoint, itemsize)

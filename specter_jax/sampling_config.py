@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 
+from specter_jax.arguments import as_integer
 from specter_jax.errors import InvalidRequestError
 
 TOP_K_OFF = 0
@@ -38,22 +39,14 @@ class SamplingConfig:
             raise InvalidRequestError(
                 f"temperature is {self.temperature}; expected a finite number >= 0 (0 is greedy)"
             )
-        _check_integer("top_k", self.top_k)
-        if self.top_k < 0:
-            raise InvalidRequestError(
-                f"top_k is {self.top_k}; expected an integer >= 0 (0 keeps every token)"
-            )
+        as_integer("top_k", self.top_k, TOP_K_OFF)
         _check_number("top_p", self.top_p)
         if not 0.0 < self.top_p <= 1.0:
             raise InvalidRequestError(
                 f"top_p is {self.top_p}; expected a number above 0 and at most 1 "
                 "(1 keeps every token)"
             )
-        _check_integer("seed", self.seed)
-        if not 0 <= self.seed <= MAX_SEED:
-            raise InvalidRequestError(
-                f"seed is {self.seed}; expected an integer from 0 to {MAX_SEED}"
-            )
+        as_integer("seed", self.seed, 0, MAX_SEED)
 
     @property
     def greedy(self) -> bool:
@@ -75,8 +68,3 @@ class SamplingConfig:
 def _check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise InvalidRequestError(f"{name} is {value!r}; expected a number")
-
-
-def _check_integer(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise InvalidRequestError(f"{name} is {value!r}; expected an integer")

@@ -37,9 +37,11 @@ def warm_up(ctx: Context, batch: Batch, depths: Sequence[int]) -> None:
 
 
 def _warm_commits(ctx: Context) -> None:
-    """Writes into a slot with every program there is; what it held is lost until the reset."""
+    """Writes into a slot with every program there is."""
     if ctx.pool.cache.resident.all():
         return
+    # What the slot held is lost, so that nothing may count as resident from here on.
+    ctx.pool.reset(ctx.eviction)
     expert = jax.device_put(ctx.pool.store.get(0, 0), device_sharding(ctx.device))
     for size in COMMIT_SIZES:
         ctx.pool.write([0] * size, [expert] * size)

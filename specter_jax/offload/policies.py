@@ -88,7 +88,7 @@ def get_policy(name: str) -> PolicySpec:
     Raises:
         UnknownPolicyError: if there is none of that name; the message lists those there are.
     """
-    if name not in POLICIES:
+    if not isinstance(name, str) or name not in POLICIES:
         raise UnknownPolicyError(f"unknown policy {name!r}: choose one of {', '.join(POLICIES)}")
     return POLICIES[name]
 
