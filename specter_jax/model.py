@@ -15,6 +15,7 @@ import numpy as np
 
 from specter_jax.arguments import as_callable, as_choice, as_integer
 from specter_jax.checkpoint import Checkpoint, open_checkpoint
+from specter_jax.compilation import keep_compiled_programs
 from specter_jax.config import ModelConfig, layer_name
 from specter_jax.controller import DepthController
 from specter_jax.engine.batch import Batch
@@ -39,7 +40,7 @@ DEFAULT_MAX_CONTEXT = 4096
 """Longest prompt plus output that memory is set aside for, unless the model's context is less."""
 
 Progress = Callable[[str, int, int], None]
-"""`(what, done, total)`, called while loading."""
+"""`(what, done, total)`, called while converting, loading and compiling."""
 
 
 @dataclasses.dataclass
@@ -52,6 +53,7 @@ class Model:
             generation to the next, so that a warm cache stays warm.
         warm: shapes whose programs have run once, see `ensure_warm`.
         controllers: what `depth="auto"` has measured, by policy and batch size.
+        progress: told of compilation, as `load` was of loading.
         lock: held by a running generation, see `exclusive`.
         ledger: where the device's memory went. dtype: "bfloat16" or "float32", of computation.
     """
@@ -69,6 +71,7 @@ class Model:
     optimism: Optimism
     warm: set[tuple] = dataclasses.field(default_factory=set)
     controllers: dict[tuple[str, int], DepthController] = dataclasses.field(default_factory=dict)
+    progress: Progress | None = None
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def context(self, recorder: StatsRecorder, trace: Tracer) -> Context:
@@ -124,8 +127,9 @@ class Model:
         if not missing:
             return
         ctx = self.context(StatsRecorder(sequences=len(batch.prompts)), NullTrace())
+        report = self.progress or (lambda what, done, total: None)
         try:
-            warm_up(ctx, batch, missing)
+            warm_up(ctx, batch, missing, lambda done: report("compiling", done, len(missing)))
         finally:
             self.pool.settle()
             self.reset_cache()
@@ -172,7 +176,8 @@ def load(
         max_batch: most prompts decoded together.
         cache_dir: where a Hugging Face directory's conversion is kept.
         verify: "sizes", or "checksums" to read and check every file.
-        progress: called as `(what, done, total)`.
+        progress: called as `(what, done, total)` while converting, loading, and compiling for a
+            new size of request.
 
     Raises:
         BudgetError: the budget is too small; the message says what is needed.
@@ -181,6 +186,7 @@ def load(
     """
     as_choice("dtype", dtype, DTYPES)
     as_callable("progress", progress)
+    keep_compiled_programs()
     budget = None if gpu_memory is None else parse_size(gpu_memory)
     if isinstance(path, str | os.PathLike):
         directory = resolve_checkpoint(path, cache_dir=cache_dir, progress=progress)
@@ -228,6 +234,7 @@ def load(
         device=device,
         policy=DEFAULT_POLICY,
         optimism=Optimism(),
+        progress=progress,
     )
 
 

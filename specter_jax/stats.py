@@ -62,11 +62,13 @@ class Stats:
     # From the first token to the last; per token of one sequence: decode_ms / (its tokens - 1).
     decode_ms: float
     tpot_ms: float | None
-    # Parts of decode_ms: host waiting for expert transfers, drafting, verification.
+    # Drafting and verification, which make up decode_ms but for bookkeeping. wait_ms is part of
+    # them: the host waiting for expert transfers.
     wait_ms: float
     draft_ms: float
     verify_ms: float
-    # Most device memory in use at any time, in bytes; 0 where the device does not report it.
+    # Most device memory in use at any time, in bytes; where the device does not report it (CPU),
+    # the bytes of all arrays on it at the end.
     peak_device_bytes: int
     # depth -> iterations run at that depth.
     depths: Mapping[int, int]

@@ -41,7 +41,8 @@ class Optimism:
 class Context:
     """One generation's surroundings.
 
-    params: {"shared": tree, "draft": tree}; link_ms: smoothed time one expert takes on the link.
+    params: {"shared": tree, "draft": tree}, on the device; recorder and trace are this
+    generation's, the rest outlives it.
     """
 
     config: ModelConfig

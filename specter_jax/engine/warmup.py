@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -18,11 +18,15 @@ from specter_jax.engine.store import device_sharding
 from specter_jax.engine.verification import by_layers, one_program, resume, verify_tokens
 
 
-def warm_up(ctx: Context, batch: Batch, depths: Sequence[int]) -> None:
+def warm_up(
+    ctx: Context, batch: Batch, depths: Sequence[int], on_depth: Callable[[int], None]
+) -> None:
     """Compiles, or fetches from JAX's compilation cache, what decoding `batch` may run.
 
+    on_depth: called with the number of depths done, from 0.
     It loads experts and books uses: give it a recorder of its own and reset the cache after it.
     """
+    on_depth(0)
     _warm_commits(ctx)
     state, _ = prefill(ctx, batch)
     if not ctx.pool.cache.resident.all():
@@ -32,8 +36,9 @@ def warm_up(ctx: Context, batch: Batch, depths: Sequence[int]) -> None:
         # From a token of the host's, then from the step before.
         last, _ = _draft(ctx, state, state.last)
         _draft(ctx, state, last)
-    for depth in depths:
+    for done, depth in enumerate(depths, start=1):
         _warm_verification(ctx, state, depth)
+        on_depth(done)
 
 
 def _warm_commits(ctx: Context) -> None:
