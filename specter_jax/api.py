@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from specter_jax.arguments import as_callable, as_flag, as_integer, as_list
-from specter_jax.controller import DEPTH_BUCKETS, DepthController
+from specter_jax.controller import AUTO, DEPTH_BUCKETS, DepthController, parse_depth
 from specter_jax.engine.batch import Batch
 from specter_jax.engine.decode import decode
 from specter_jax.engine.programs import Draws
 from specter_jax.errors import InvalidRequestError, PromptError
 from specter_jax.model import Model
 from specter_jax.offload import DEFAULT_POLICY, get_policy
-from specter_jax.runtime_config import MAX_DEPTH
 from specter_jax.sampling import SamplingConfig, row_keys
 from specter_jax.stats import Stats, StatsRecorder, merge_recorders
 from specter_jax.text import TextStream, check_stop, encode_prompts, load_tokenizer
@@ -25,8 +24,6 @@ from specter_jax.trace import NullTrace, Tracer
 
 OnText = Callable[[int, str], None]
 """`(prompt index, new text)`, called as text becomes final."""
-
-AUTO = "auto"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +82,7 @@ def generate(
     """
     sampling = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     get_policy(policy)
-    depth = check_depth(depth)
+    fixed_depth = parse_depth(depth)
     size = _batch_size(model, batch_size)
     max_new_tokens = as_integer("max_new_tokens", max_new_tokens, 1)
     as_flag("chat", chat)
@@ -109,7 +106,7 @@ def generate(
         # An interruption while slots were filled comes to light here.
         model.pool.settle()
         for batch in batches:
-            model.ensure_warm(batch, _depths(policy, depth))
+            model.ensure_warm(batch, _depths(policy, fixed_depth))
         for batch in batches:
             sinks = [
                 _Sink(
@@ -119,7 +116,7 @@ def generate(
                 )
                 for row in range(len(batch.prompts))
             ]
-            recorder = _generate_batch(model, batch, sinks, depth, trace or NullTrace())
+            recorder = _generate_batch(model, batch, sinks, fixed_depth, trace or NullTrace())
             for sink in sinks:
                 text, tokens = sink.finish()
                 texts.append(text)
@@ -134,23 +131,11 @@ def generate(
     )
 
 
-def check_depth(depth: int | str) -> int | str:
-    """`depth` as 0..16 or "auto"; raises InvalidRequestError otherwise."""
-    if isinstance(depth, str) and depth == AUTO:
-        return AUTO
-    try:
-        return as_integer("depth", depth, 0, MAX_DEPTH)
-    except InvalidRequestError:
-        raise InvalidRequestError(
-            f'depth is {depth!r}; expected an integer from 0 to {MAX_DEPTH}, or "auto"'
-        ) from None
-
-
-def _depths(policy: str, depth: int | str) -> tuple[int, ...]:
+def _depths(policy: str, depth: int | None) -> tuple[int, ...]:
     """The depths at which a request may verify."""
     if not get_policy(policy).speculative:
         return (0,)
-    return DEPTH_BUCKETS if depth == AUTO else (depth,)
+    return DEPTH_BUCKETS if depth is None else (depth,)
 
 
 def _batch_size(model: Model, batch_size: int | None) -> int:
@@ -241,9 +226,9 @@ def _batch(
 
 
 def _generate_batch(
-    model: Model, batch: Batch, sinks: list[_Sink], depth: int | str, trace: Tracer
+    model: Model, batch: Batch, sinks: list[_Sink], depth: int | None, trace: Tracer
 ) -> StatsRecorder:
-    controller = DepthController(fixed=depth) if depth != AUTO else model.auto_depth(len(sinks))
+    controller = model.auto_depth(len(sinks)) if depth is None else DepthController(fixed=depth)
     recorder = StatsRecorder(sequences=len(sinks))
     ctx = model.context(recorder, trace)
     try:

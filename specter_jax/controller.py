@@ -12,11 +12,12 @@ in proportion to K, verification with the number of positions, waiting with log2
 number of distinct experts roughly does.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
+from specter_jax.arguments import as_integer
+from specter_jax.depth_costs import IterationTiming, MeasuredDepth, expected_tokens, extend_line
 from specter_jax.errors import InvalidRequestError
 from specter_jax.runtime_config import MAX_DEPTH
 
@@ -58,91 +59,28 @@ ALPHA_MEMORY = 800.0
 PRIOR_ALPHA, PRIOR_JUDGED = 0.9, 16.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class IterationTiming:
-    """What one iteration did and took: times in ms of wall time on the host.
-
-    Counts are over the active rows of the batch, each of which gains its accepted tokens and one
-    more. `judged` counts drafted tokens up to and including each row's first refusal; None derives
-    it, exactly for one row.
-    """
-
-    depth: int
-    new_tokens: int
-    drafted: int
-    accepted: int
-    draft_ms: float
-    wait_ms: float
-    verify_ms: float
-    total_ms: float
-    bytes_loaded: int = 0
-    judged: int | None = None
-
-    @property
-    def rows(self) -> int:
-        """Active rows of the batch."""
-        return max(self.new_tokens - self.accepted, 1)
-
-    @property
-    def tokens_per_row(self) -> float:
-        """What a sequence gained on average."""
-        return self.new_tokens / self.rows
+AUTO = "auto"
 
 
 def parse_depth(depth: int | str) -> int | None:
-    """A requested depth: an integer from 0 to MAX_DEPTH, or None for "auto".
+    """A requested depth, as a number or its digits: 0 to MAX_DEPTH, or None for "auto".
 
     Raises:
         InvalidRequestError: anything else.
     """
-    if depth == "auto":
-        return None
-    try:
-        number = int(depth) if isinstance(depth, str) else depth
-    except ValueError:
+    if isinstance(depth, str):
+        if depth == AUTO:
+            return None
+        number: object = int(depth) if depth.isascii() and depth.isdigit() else depth
+    else:
         number = depth
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= MAX_DEPTH:
+    try:
+        return as_integer("depth", number, PLAIN_DEPTH, MAX_DEPTH)
+    except InvalidRequestError:
         raise InvalidRequestError(
             f"depth is {depth!r}; expected an integer from 0 (no speculation) to {MAX_DEPTH}, "
             'or "auto"'
-        )
-    return number
-
-
-def expected_tokens(alpha: float, depth: int) -> float:
-    """Tokens one iteration yields: 1 + alpha + ... + alpha^depth."""
-    if alpha >= 1.0:
-        return depth + 1.0
-    return (1.0 - alpha ** (depth + 1)) / (1.0 - alpha)
-
-
-@dataclasses.dataclass
-class _Average:
-    """A mean at first, an exponential average once 1 / rate values are in."""
-
-    value: float = 0.0
-    count: int = 0
-
-    def add(self, value: float, rate: float) -> None:
-        self.count += 1
-        self.value += (value - self.value) * max(rate, 1.0 / self.count)
-
-
-@dataclasses.dataclass
-class _Measured:
-    """Averages of one depth's iterations."""
-
-    total_ms: _Average = dataclasses.field(default_factory=_Average)
-    draft_ms: _Average = dataclasses.field(default_factory=_Average)
-    verify_ms: _Average = dataclasses.field(default_factory=_Average)
-    wait_ms: _Average = dataclasses.field(default_factory=_Average)
-    # Tokens per row over what the formula said at the time.
-    tokens_ratio: _Average = dataclasses.field(default_factory=_Average)
-    iterations: int = 0
-    last_iteration: int = 0
-    last_was_outlier: bool = False
-    # A first cost was taken for a cold start and left out; that happens once per depth.
-    refused_cold: bool = False
+        ) from None
 
 
 class DepthController:
@@ -157,7 +95,7 @@ class DepthController:
         """Raises InvalidRequestError if `fixed` is out of range."""
         self._fixed = None if fixed is None else parse_depth(fixed)
         self._buckets = tuple(sorted({PLAIN_DEPTH, *buckets}))
-        self._measured = {depth: _Measured() for depth in self._buckets}
+        self._measured = {depth: MeasuredDepth() for depth in self._buckets}
         self._iteration = 0
         self._chosen = self._nearest(PROBES[0])
         self._next = self._chosen
@@ -244,7 +182,7 @@ class DepthController:
         measured = self._measured[timing.depth]
         average = measured.total_ms
         if self._first_was_cold(timing):
-            measured = self._measured[timing.depth] = _Measured(refused_cold=True)
+            measured = self._measured[timing.depth] = MeasuredDepth(refused_cold=True)
             average = measured.total_ms
         elif self._is_cold(timing):
             measured.refused_cold = True
@@ -301,8 +239,8 @@ class DepthController:
             return self._measured[depth].total_ms.value
         per_token = [m.draft_ms.value / d for d, m in known.items() if d > 0]
         draft = depth * (sum(per_token) / len(per_token) if per_token else 0.0)
-        verify = _extend([(d, m.verify_ms.value) for d, m in known.items()], depth)
-        wait = _extend(
+        verify = extend_line([(d, m.verify_ms.value) for d, m in known.items()], depth)
+        wait = extend_line(
             [(math.log2(d + 1), m.wait_ms.value) for d, m in known.items()], math.log2(depth + 1)
         )
         rest = [
@@ -353,18 +291,3 @@ class DepthController:
             if max(excess, 0.0) <= budget:
                 return depth
         return None
-
-
-def _extend(points: list[tuple[float, float]], x: float) -> float:
-    """Piecewise linear through the points; beyond them the outer slope goes on, never downwards
-    with depth; a single point is taken as constant."""
-    points = sorted(points)
-    if len(points) == 1:
-        return points[0][1]
-    right = next((i for i in range(1, len(points)) if points[i][0] >= x), len(points) - 1)
-    (x0, y0), (x1, y1) = points[right - 1], points[right]
-    slope = (y1 - y0) / (x1 - x0)
-    if not x0 <= x <= x1:
-        slope = max(slope, 0.0)
-    anchor_x, anchor_y = (x1, y1) if x > x1 else (x0, y0)
-    return max(anchor_y + slope * (x - anchor_x), 0.0)

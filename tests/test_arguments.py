@@ -9,7 +9,7 @@ from specter_jax.errors import InvalidRequestError, SpecterError
 
 GENERATE = {
     "max_new_tokens": [0, -1, 1.5, "5", None, float("nan"), True],
-    "depth": [-1, 17, 2.0, "8", None, True, np.arange(3)],
+    "depth": [-1, 17, 2.0, "eight", "1.5", None, True, np.arange(3)],
     "policy": ["fifo", None, [], 5],
     "temperature": [-1, float("nan"), float("inf"), "1", None],
     "top_k": [-1, 1.5, "3", None],
