@@ -131,7 +131,7 @@ def _point(depth: int, stats, num_moe_layers: int) -> DepthPoint:
         depth=depth,
         tpot_ms=stats.tpot_ms or 0.0,
         acceptance_rate=stats.acceptance_rate,
-        tokens_per_iteration=1.0 + stats.accepted / steps,
+        tokens_per_iteration=1.0 + (stats.mean_accepted or 0.0),
         experts_per_layer=uses / (steps * num_moe_layers),
         hit_rate=stats.hit_rate,
         bytes_per_token=stats.bytes_host_to_device / max(stats.new_tokens, 1),

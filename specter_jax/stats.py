@@ -28,12 +28,14 @@ class Stats:
     new_tokens: int
     # Verifications after the prefill; one plain decoding step counts as one.
     iterations: int
+    # The same, counted once for every sequence that took part.
+    row_iterations: int
     # Tokens drafted; those the target judged (up to and including a row's first refusal; what was
     # drafted behind a refusal is never judged); those it accepted.
     drafted: int
     judged: int
     accepted: int
-    # accepted / iterations: drafted tokens accepted per verification.
+    # accepted / row_iterations: drafted tokens of a sequence accepted per verification.
     mean_accepted: float | None
     # accepted / judged: how often the target agrees with a drafted token whose prefix it accepted,
     # which does not depend on depth (alpha in Leviathan et al. 2023).
@@ -91,6 +93,7 @@ class StatsRecorder:
     sequences: int = 1
     new_tokens: int = 0
     iterations: int = 0
+    row_iterations: int = 0
     drafted: int = 0
     judged: int = 0
     accepted: int = 0
@@ -136,6 +139,7 @@ class StatsRecorder:
         drafted = np.asarray(num_drafted, np.int64)
         accepted = np.asarray(num_accepted, np.int64)
         self.iterations += 1
+        self.row_iterations += len(drafted)
         self.depths[int(depth)] += 1
         self.drafted += int(drafted.sum())
         self.accepted += int(accepted.sum())
@@ -165,10 +169,11 @@ class StatsRecorder:
             sequences=self.sequences,
             new_tokens=self.new_tokens,
             iterations=self.iterations,
+            row_iterations=self.row_iterations,
             drafted=self.drafted,
             judged=self.judged,
             accepted=self.accepted,
-            mean_accepted=_ratio(self.accepted, self.iterations),
+            mean_accepted=_ratio(self.accepted, self.row_iterations),
             acceptance_rate=_ratio(self.accepted, self.judged),
             draft_yield=_ratio(self.accepted, self.drafted),
             expert_choices=self.expert_choices,
@@ -215,10 +220,11 @@ def merge(stats: Sequence[Stats]) -> Stats:
         sequences=total("sequences"),
         new_tokens=total("new_tokens"),
         iterations=total("iterations"),
+        row_iterations=total("row_iterations"),
         drafted=total("drafted"),
         judged=total("judged"),
         accepted=total("accepted"),
-        mean_accepted=_ratio(total("accepted"), total("iterations")),
+        mean_accepted=_ratio(total("accepted"), total("row_iterations")),
         acceptance_rate=_ratio(total("accepted"), total("judged")),
         draft_yield=_ratio(total("accepted"), total("drafted")),
         expert_choices=total("expert_choices"),

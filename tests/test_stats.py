@@ -144,3 +144,13 @@ def test_the_table_shows_every_statistic_in_readable_units():
         assert field.name in text
     for shown in ("80.0%", "1.50 GiB", "4:2", "125.00 ms"):
         assert shown in text
+
+
+def test_mean_accepted_is_of_one_sequence_whatever_the_batch():
+    one, three = StatsRecorder(), StatsRecorder(sequences=3)
+    one.record_iteration(4, [4], [2])
+    three.record_iteration(4, [4, 4, 4], [2, 2, 2])
+    three.record_iteration(4, [4], [2])
+    assert one.summary().mean_accepted == three.summary().mean_accepted == 2
+    assert three.summary().iterations == 2
+    assert three.summary().row_iterations == 4
