@@ -1,59 +1,29 @@
-"""Text in and out: the tokenizer, prompts, streaming detokenisation and stop strings."""
+"""Text in and out: prompts, streaming detokenisation and stop strings."""
 
-import functools
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from specter_jax.errors import InvalidRequestError, MissingFileError, PromptError
+from specter_jax.errors import InvalidRequestError, PromptError
+from specter_jax.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
+
+__all__ = [
+    "REPLACEMENT",
+    "TextStream",
+    "Tokenizer",
+    "apply_chat_template",
+    "check_stop",
+    "encode_prompts",
+    "load_tokenizer",
+    "read_prompts",
+]
 
 # What an undecodable byte becomes; at the end of a text it may be half of a character to come.
 REPLACEMENT = "\ufffd"
-
-
-class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that this package uses."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-    def decode(self, token_ids: Sequence[int], **options: Any) -> str: ...
-
-
-def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer stored in a converted (or Hugging Face) directory; nothing is downloaded.
-
-    Loaded once per directory and state of its files.
-
-    Raises:
-        MissingFileError: the directory holds no tokenizer that transformers can read.
-    """
-    directory = Path(path).resolve()
-    stamps = tuple(
-        (file.name, file.stat().st_mtime_ns) for file in sorted(directory.glob("*token*"))
-    )
-    if not stamps:
-        raise MissingFileError(
-            f"{directory}: no tokenizer files; copy tokenizer.json and tokenizer_config.json "
-            "from the model's source"
-        )
-    return _load(directory, stamps)
-
-
-@functools.lru_cache(maxsize=4)
-def _load(directory: Path, stamps: tuple[tuple[str, int], ...]) -> Tokenizer:
-    del stamps  # a part of the cache's key only
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise MissingFileError(
-            f"{directory}: transformers cannot load a tokenizer ({reason})"
-        ) from error
 
 
 def encode_prompts(
@@ -69,6 +39,7 @@ def encode_prompts(
     Raises:
         PromptError: no prompts, one that is empty or neither text nor ids, or `chat` without a
             template or with ids.
+        CheckpointError: a text, and the tokenizer is a `NoTokenizer`.
     """
     if isinstance(prompts, str):
         raise PromptError("prompts is one string; expected a list of prompts")
@@ -113,8 +84,11 @@ def _as_ids(number: int, prompt: Any) -> np.ndarray:
 def apply_chat_template(tokenizer: Any, prompt: str) -> str:
     """The prompt as a user message in the tokenizer's chat template.
 
-    Raises PromptError if there is no template or it refuses the message.
+    Raises PromptError if there is no template or it refuses the message, CheckpointError if there
+    is no tokenizer.
     """
+    if isinstance(tokenizer, NoTokenizer):
+        tokenizer.fail()
     if not getattr(tokenizer, "chat_template", None):
         raise PromptError("this model's tokenizer has no chat template; leave chat off")
     messages = [{"role": "user", "content": prompt}]
@@ -144,9 +118,12 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
-        """Raises InvalidRequestError for a stop string that is empty."""
+        """Raises InvalidRequestError for a bad stop string, CheckpointError for one that cannot be
+        looked for since there is no tokenizer."""
         self._tokenizer = tokenizer
         self._stop = check_stop(stop)
+        if self._stop and isinstance(tokenizer, NoTokenizer):
+            tokenizer.fail()
         self._tokens: list[int] = []
         # Only tokens from `_window` on are decoded. `_window_text` is what those before `_read`
         # gave; decoding them too keeps spaces right that depend on the token before.

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from specter_jax.errors import InvalidRequestError, MissingFileError, PromptError
+from specter_jax.errors import InvalidRequestError, PromptError
 from specter_jax.text import TextStream, encode_prompts, load_tokenizer, read_prompts
 
 MODEL = Path(__file__).parent / "data" / "tiny-deepseek_v2"
@@ -181,14 +181,6 @@ def test_chat_needs_a_template_and_text(tokenizer):
         encode_prompts(metaspace_tokenizer(), ["hi"], chat=True)
     with pytest.raises(PromptError, match="needs text"):
         encode_prompts(tokenizer, [[1, 2]], chat=True)
-
-
-def test_a_directory_without_a_tokenizer_is_named(tmp_path):
-    with pytest.raises(MissingFileError, match="no tokenizer files"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(MissingFileError, match="cannot load"):
-        load_tokenizer(tmp_path)
 
 
 def test_prompt_files_take_prompt_or_the_first_turn(tmp_path):
