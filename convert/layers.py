@@ -14,7 +14,7 @@ import numpy as np
 from convert.plan import LayerExperts, Plan, SharedTensor
 from convert.sources import TensorSource
 from pallas_kernels.int4 import CODES_PER_WORD, NUM_BUCKETS, encode
-from specter_jax.checkpoint import expert_tensor_name
+from specter_jax.checkpoint import expert_file_metadata, expert_tensor_name
 from specter_jax.checkpoint.orbax_io import Tree, save_tree
 from specter_jax.checkpoint.safetensors_file import SafetensorsWriter
 from specter_jax.errors import ConversionError
@@ -78,7 +78,7 @@ def write_expert_layer(
         (expert_tensor_name(expert), plan.dtype, (config.expert_elements,))
         for expert in range(config.num_experts)
     ]
-    metadata = {"format": "specter-jax", "decoder_layer": str(layer.decoder_layer)}
+    metadata = expert_file_metadata(layer.decoder_layer)
     with SafetensorsWriter(experts_path, announced, metadata) as writer:
         for expert in range(config.num_experts):
             packed = convert_expert(source, plan, layer, expert, draft)

@@ -218,7 +218,7 @@ class SafetensorsSource:
 
 def _header(path: Path) -> dict[str, TensorEntry]:
     try:
-        return read_header(path)
+        return dict(read_header(path).entries)
     except DamagedFileError as error:
         raise ConversionError(str(error)) from None
     except OSError as error:

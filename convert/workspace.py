@@ -17,7 +17,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from specter_jax.checkpoint import MANIFEST_NAME, FileRecord, Manifest, read_manifest, record_file
+from specter_jax.checkpoint import (
+    MANIFEST_NAME,
+    FileRecord,
+    Manifest,
+    check_files,
+    read_manifest,
+    record_file,
+)
 from specter_jax.checkpoint.manifest import FORMAT_NAME
 from specter_jax.errors import CheckpointError, ConversionError, InvalidRequestError
 
@@ -54,7 +61,8 @@ def existing_conversion(destination: Path, fingerprint: str, *, force: bool) -> 
         )
     with contextlib.suppress(CheckpointError):
         manifest = read_manifest(destination)
-        if manifest.source_fingerprint == fingerprint and _sizes_match(destination, manifest):
+        if manifest.source_fingerprint == fingerprint:
+            check_files(destination, manifest, "sizes")
             return manifest
     if not force:
         raise InvalidRequestError(
@@ -75,13 +83,6 @@ def _is_conversion(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(document, dict) and document.get("format") == FORMAT_NAME
-
-
-def _sizes_match(directory: Path, manifest: Manifest) -> bool:
-    return all(
-        (directory / name).is_file() and (directory / name).stat().st_size == record.bytes
-        for name, record in manifest.files.items()
-    )
 
 
 class Workspace:

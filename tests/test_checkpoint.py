@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -21,7 +22,7 @@ from convert_cases import edit_json
 from safetensors import safe_open
 
 from convert import convert_checkpoint
-from specter_jax.checkpoint import FORMAT_VERSION, open_checkpoint
+from specter_jax.checkpoint import FORMAT_VERSION, open_checkpoint, read_manifest
 from specter_jax.config import ModelConfig
 from specter_jax.errors import (
     CheckpointError,
@@ -150,10 +151,50 @@ def test_changed_byte_is_found_by_checksums_only(converted: Path) -> None:
         open_checkpoint(converted, verify="checksums")
 
 
+def exchange(first: Path, second: Path) -> None:
+    aside = first.with_name("aside")
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+
+
+def test_exchanged_expert_files_are_noticed(converted: Path) -> None:
+    exchange(converted / "experts/layers_01.safetensors", converted / EXPERT_FILE)
+    checkpoint = open_checkpoint(converted)
+    with pytest.raises(ChecksumError, match=r"layers_01.*of decoder layer 2 .*those of layer 1"):
+        checkpoint.open_experts()
+
+
+@pytest.mark.parametrize("parts", ["draft", "shared"])
+def test_exchanged_parameter_directories_are_noticed(
+    original: Path, converted: Path, parts: str
+) -> None:
+    exchange(converted / parts / "layers_01", converted / parts / "layers_02")
+    # Compressed sizes may differ; where they happen to be equal the contents must tell.
+    manifest = read_manifest(original)
+    sizes = {name: (converted / name).stat().st_size for name in manifest.files}
+    files = {name: replace(record, bytes=sizes[name]) for name, record in manifest.files.items()}
+    (converted / "manifest.json").write_text(replace(manifest, files=files).to_json())
+    with pytest.raises(ChecksumError, match=rf"{parts}/layers_0.*SHA-256"):
+        open_checkpoint(converted)
+
+
+def test_draft_with_other_group_sizes_than_the_manifests_is_refused(converted: Path) -> None:
+    edit_json(converted / "manifest.json", group_sizes={"gate_up": 8, "down": 32})
+    with pytest.raises(CheckpointError, match=r"draft/layers_01: .*shapes"):
+        open_checkpoint(converted).load_draft()
+
+
+def test_experts_of_another_type_than_the_manifests_are_refused(converted: Path) -> None:
+    edit_json(converted / "manifest.json", dtype="float16")
+    with pytest.raises(ChecksumError, match=r"layers_01.*float16"):
+        open_checkpoint(converted).open_experts()
+
+
 def test_unreadable_array_names_its_part(converted: Path) -> None:
     path = converted / "draft" / "layers_01" / "down_codes" / "0.0.0"
-    path.write_bytes(b"\0" * path.stat().st_size)
     checkpoint = open_checkpoint(converted)
+    path.write_bytes(b"\0" * path.stat().st_size)
     with pytest.raises(CheckpointError, match=r"draft/layers_01: not a readable"):
         checkpoint.load_draft()
 

@@ -1,6 +1,11 @@
 """Converted checkpoints on disk: manifest, shared and draft parameters, expert store."""
 
-from specter_jax.checkpoint.experts import ExpertFiles, expert_file_name, expert_tensor_name
+from specter_jax.checkpoint.experts import (
+    ExpertFiles,
+    expert_file_metadata,
+    expert_file_name,
+    expert_tensor_name,
+)
 from specter_jax.checkpoint.manifest import (
     FORMAT_NAME,
     FORMAT_VERSION,
@@ -28,6 +33,7 @@ __all__ = [
     "GroupSizes",
     "Manifest",
     "check_files",
+    "expert_file_metadata",
     "expert_file_name",
     "expert_tensor_name",
     "open_checkpoint",

@@ -2,24 +2,24 @@
 
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 
-from specter_jax.checkpoint.manifest import CONVERT_HINT, Manifest
-from specter_jax.checkpoint.safetensors_file import DamagedFileError, read_header
+from specter_jax.checkpoint.manifest import CONVERT_HINT, FORMAT_NAME, Manifest
+from specter_jax.checkpoint.safetensors_file import DTYPES, DamagedFileError, read_header
 from specter_jax.config import layer_name
-from specter_jax.errors import ChecksumError, InvalidRequestError, MissingFileError
+from specter_jax.errors import CheckpointError, ChecksumError, InvalidRequestError, MissingFileError
 
-_DTYPES = {
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-    "float32": np.dtype(np.float32),
-}
+_DTYPE_CODES = {str(dtype): code for code, dtype in DTYPES.items()}
 
 
 def expert_file_name(decoder_layer: int) -> str:
     """Path of a layer's experts inside of a converted directory."""
     return f"experts/{layer_name(decoder_layer)}.safetensors"
+
+
+def expert_file_metadata(decoder_layer: int) -> dict[str, str]:
+    """What a layer's file says about itself, so that exchanged files are noticed."""
+    return {"format": FORMAT_NAME, "decoder_layer": str(decoder_layer)}
 
 
 def expert_tensor_name(expert: int) -> str:
@@ -39,7 +39,8 @@ class ExpertFiles:
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self.dtype = _DTYPES[manifest.dtype]
+        self._dtype_code = _DTYPE_CODES[manifest.dtype]
+        self.dtype = DTYPES[self._dtype_code]
         self.expert_elements = manifest.expert_elements
         self.expert_bytes = manifest.expert_elements * self.dtype.itemsize
         self.num_layers = len(manifest.moe_layers)
@@ -50,17 +51,26 @@ class ExpertFiles:
         """Maps one layer's file: `[E, 3FH]`."""
         path = directory / expert_file_name(decoder_layer)
         try:
-            entries = read_header(path)
+            header = read_header(path)
         except FileNotFoundError:
             raise MissingFileError(f"{path}: no such file; {CONVERT_HINT}") from None
         except DamagedFileError as error:
             raise ChecksumError(f"{error}; {CONVERT_HINT}") from None
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+        said = {key: header.metadata.get(key) for key in expert_file_metadata(decoder_layer)}
+        if said != expert_file_metadata(decoder_layer):
+            raise ChecksumError(
+                f"{path}: holds the experts of decoder layer {said['decoder_layer']} (format "
+                f"{said['format']}), expected those of layer {decoder_layer}; {CONVERT_HINT}"
+            )
+        entries = header.entries
         found = [
-            (name, entries[name].shape, entries[name].num_bytes)
-            for name in sorted(entries, key=lambda name: entries[name].offset)
+            (name, entry.dtype_code, entry.shape)
+            for name, entry in sorted(entries.items(), key=lambda item: item[1].offset)
         ]
         expected = [
-            (expert_tensor_name(expert), (self.expert_elements,), self.expert_bytes)
+            (expert_tensor_name(expert), self._dtype_code, (self.expert_elements,))
             for expert in range(self.num_experts)
         ]
         if found != expected:

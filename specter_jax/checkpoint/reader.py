@@ -7,9 +7,11 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from pallas_kernels.int4 import CODES_PER_WORD, NUM_BUCKETS
 from specter_jax.checkpoint.experts import ExpertFiles
 from specter_jax.checkpoint.manifest import (
     CONVERT_HINT,
+    FileRecord,
     GroupSizes,
     Manifest,
     read_manifest,
@@ -25,6 +27,13 @@ from specter_jax.errors import (
 )
 
 Verify = Literal["sizes", "checksums"]
+
+SMALL_FILE_BYTES = 64 << 10
+"""Files up to this size are always compared by checksum.
+
+They take milliseconds together, and each part of a model has some that differ from the other parts'
+(norms, the draft's tables), so that exchanged directories are noticed.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +84,27 @@ class Checkpoint:
         Raises:
             CheckpointError: the layer cannot be read.
         """
-        tree = load_tree(self.path / "draft" / layer_name(self.manifest.moe_layers[layer]))
+        path = self.path / "draft" / layer_name(self.manifest.moe_layers[layer])
+        tree = load_tree(path)
+        shapes = {name: getattr(array, "shape", None) for name, array in tree.items()}
+        if shapes != self._draft_shapes():
+            raise CheckpointError(
+                f"{path}: its arrays have other shapes than the manifest's model; {CONVERT_HINT}"
+            )
         return jax.tree.map(lambda array: place(array, None, device), tree)
+
+    def _draft_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of one layer's draft arrays."""
+        config, sizes = self.config, self.group_sizes
+        experts, hidden = config.num_experts, config.hidden_size
+        width = config.expert_intermediate_size
+        return {
+            "gate_up_codes": (experts, 2 * width, hidden // CODES_PER_WORD),
+            "gate_up_scales": (experts, 2 * width, hidden // sizes.gate_up),
+            "down_codes": (experts, hidden, width // CODES_PER_WORD),
+            "down_scales": (experts, hidden, width // sizes.down),
+            "tables": (experts, 3, NUM_BUCKETS),
+        }
 
     def load_draft(self, device: Any = None) -> Tree:
         """Loads every MoE layer's INT4 draft: `{"layers_03": tree}`, see `load_draft_layer`."""
@@ -106,8 +134,8 @@ def open_checkpoint(path: str | Path, verify: Verify = "sizes") -> Checkpoint:
 
     Args:
         path: directory written by `specter-convert`.
-        verify: "sizes" checks that every file is there with its recorded size; "checksums" also
-            reads everything and compares SHA-256 digests.
+        verify: "sizes" checks that every file is there with its recorded size, and the SHA-256
+            digests of files of at most `SMALL_FILE_BYTES`; "checksums" those of all files.
 
     Raises:
         FormatVersionError: written in another version of the format.
@@ -134,12 +162,20 @@ def check_files(directory: Path, manifest: Manifest, verify: Verify) -> None:
     """Compares the files with the manifest; raises as `open_checkpoint` does."""
     for name, record in manifest.files.items():
         path = directory / name
-        if not path.is_file():
-            raise MissingFileError(f"{path}: no such file; {CONVERT_HINT}")
-        size = path.stat().st_size
-        if size != record.bytes:
-            raise ChecksumError(
-                f"{path}: {size} bytes, the manifest has {record.bytes}; {CONVERT_HINT}"
-            )
-        if verify == "checksums" and record_file(path).sha256 != record.sha256:
-            raise ChecksumError(f"{path}: SHA-256 differs from the manifest's; {CONVERT_HINT}")
+        try:
+            _check_file(path, record, verify)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _check_file(path: Path, record: FileRecord, verify: Verify) -> None:
+    if not path.is_file():
+        raise MissingFileError(f"{path}: no such file; {CONVERT_HINT}")
+    size = path.stat().st_size
+    if size != record.bytes:
+        raise ChecksumError(
+            f"{path}: {size} bytes, the manifest has {record.bytes}; {CONVERT_HINT}"
+        )
+    wanted = verify == "checksums" or size <= SMALL_FILE_BYTES
+    if wanted and record_file(path).sha256 != record.sha256:
+        raise ChecksumError(f"{path}: SHA-256 differs from the manifest's; {CONVERT_HINT}")

@@ -16,9 +16,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from specter_jax.json_files import read_json_object
 
 DTYPES: Mapping[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -51,11 +54,21 @@ class TensorEntry:
         return DTYPES[self.dtype_code]
 
 
-def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Entries of a safetensors file, after checking that the file has the length they need.
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a safetensors file says about itself."""
+
+    entries: Mapping[str, TensorEntry]
+    """By tensor name; they fill the file without gaps."""
+    metadata: Mapping[str, str]
+    """The writer's own notes (`__metadata__`), empty if there are none."""
+
+
+def read_header(path: Path) -> Header:
+    """Header of a safetensors file, after checking that the file has exactly what it announces.
 
     Raises:
-        DamagedFileError: not a safetensors file, or truncated, or with bytes too many.
+        DamagedFileError: not a safetensors file, or truncated, or with bytes that are no tensor's.
         OSError: the file cannot be read.
     """
     file_bytes = path.stat().st_size
@@ -70,32 +83,56 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
                 "truncated or not a safetensors file"
             )
         raw = file.read(header_bytes)
-    data_start = 8 + header_bytes
     try:
-        fields = json.loads(raw)
-        entries = {
-            name: TensorEntry(
-                dtype_code=field["dtype"],
-                shape=tuple(field["shape"]),
-                offset=data_start + field["data_offsets"][0],
-                num_bytes=field["data_offsets"][1] - field["data_offsets"][0],
-            )
-            for name, field in fields.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        fields = read_json_object(raw, "text")
+        metadata = fields.pop("__metadata__", None) or {}
+        if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+            raise ValueError("__metadata__ holds other things than strings")
+        entries = {name: _entry(name, field, 8 + header_bytes) for name, field in fields.items()}
+    except ValueError as error:
         raise DamagedFileError(f"{path}: unreadable safetensors header ({error})") from None
+    _check_data(path, entries, 8 + header_bytes, file_bytes)
+    return Header(entries=entries, metadata=metadata)
+
+
+def _entry(name: str, field: Any, data_start: int) -> TensorEntry:
+    """One tensor's entry; ValueError unless it has the form of one."""
+    if not isinstance(field, dict) or not isinstance(field.get("dtype"), str):
+        raise ValueError(f"tensor {name} has no type")
+    shape, span = field.get("shape"), field.get("data_offsets")
+    for numbers in (shape, span):
+        if not isinstance(numbers, list) or not all(type(v) is int and v >= 0 for v in numbers):
+            raise ValueError(f"tensor {name} has no valid shape and position")
+    if len(span) != 2 or span[1] < span[0]:
+        raise ValueError(f"tensor {name} has no valid position")
+    return TensorEntry(
+        dtype_code=field["dtype"],
+        shape=tuple(shape),
+        offset=data_start + span[0],
+        num_bytes=span[1] - span[0],
+    )
+
+
+def _check_data(
+    path: Path, entries: Mapping[str, TensorEntry], data_start: int, file_bytes: int
+) -> None:
+    """Tensors must have their shapes' sizes and fill the file one after another."""
     end = max((entry.offset + entry.num_bytes for entry in entries.values()), default=data_start)
     if end != file_bytes:
         state = "truncated" if file_bytes < end else "damaged"
         raise DamagedFileError(f"{path}: {file_bytes} bytes, its header needs {end}: {state}")
-    for name, entry in entries.items():
+    expected = data_start
+    for name, entry in sorted(
+        entries.items(), key=lambda item: (item[1].offset, item[1].num_bytes)
+    ):
         dtype = DTYPES.get(entry.dtype_code)
-        if entry.offset < data_start or entry.num_bytes < 0:
-            raise DamagedFileError(f"{path}: tensor {name} lies outside of the file")
         if dtype is not None and entry.num_bytes != prod(entry.shape) * dtype.itemsize:
             raise DamagedFileError(f"{path}: tensor {name} has a size that contradicts its shape")
-    return entries
+        if entry.offset != expected:
+            raise DamagedFileError(
+                f"{path}: tensor {name} does not begin where the one before it ends: damaged"
+            )
+        expected += entry.num_bytes
 
 
 def read_tensor(path: Path, entry: TensorEntry, index: int | None = None) -> np.ndarray:
