@@ -207,7 +207,14 @@ def test_damaged_expert_header_is_named(converted: Path) -> None:
         open_checkpoint(converted).open_experts()
 
 
-@pytest.mark.parametrize("version", [0, FORMAT_VERSION + 1, "1", None])
+@pytest.mark.parametrize("version", ["1", 1.0, True, None])
+def test_format_version_that_is_no_number_is_refused(converted: Path, version: object) -> None:
+    edit_json(converted / "manifest.json", version=version)
+    with pytest.raises(FormatVersionError, match=rf"version={version!r}, expected the number 1"):
+        open_checkpoint(converted)
+
+
+@pytest.mark.parametrize("version", [0, FORMAT_VERSION + 1])
 def test_other_format_version_is_refused(converted: Path, version: object) -> None:
     edit_json(converted / "manifest.json", version=version)
     with pytest.raises(FormatVersionError, match=rf"version {version}.*reads version"):

@@ -125,6 +125,16 @@ BAD = [
     ("qwen2_moe", {"layer_types": ["full_attention"]}, "layer_types"),
     ("olmoe", {"head_dim": 32}, "head_dim"),
     ("olmoe", {"clip_qkv": -1}, "clip_qkv"),
+    ("mixtral", {"num_hidden_layers": 10**9}, "num_hidden_layers"),
+    ("mixtral", {"hidden_size": 10**30}, "hidden_size"),
+    ("mixtral", {"num_local_experts": 10**7}, "num_experts"),
+    ("mixtral", {"rms_norm_eps": 10**400}, "rms_norm_eps"),
+    ("mixtral", {"rope_theta": float("nan")}, "rope_theta"),
+    ("mixtral", {"rope_scaling": {"type": "longrope", "short_factor": [0.0] * 8,
+                                  "long_factor": [1.0] * 8}}, "short_factor"),
+    ("mixtral", {"rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 4.0,
+                                  "high_freq_factor": 4.0}}, "high_freq_factor"),
+    ("mixtral", {"hidden_act": "x" * 10_000}, "hidden_act"),
 ]  # fmt: skip
 
 
@@ -133,6 +143,12 @@ def test_unsupported_option_is_refused_by_name(family, fields, named):
     with pytest.raises(UnsupportedModelError, match=named) as error:
         ModelConfig.from_hf(tiny_config(family, **fields))
     assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 400
+
+
+def test_generation_config_that_is_no_object_is_refused():
+    with pytest.raises(UnsupportedModelError, match=r"generation_config\.json"):
+        ModelConfig.from_hf(tiny_config("mixtral"), [1])
 
 
 def test_unknown_family_is_refused_with_the_known_ones():

@@ -7,17 +7,24 @@ version: any change to them, or to the meaning of a file, takes a new version nu
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.int4 import CODES_PER_WORD
+from specter_jax.config import ModelConfig, layer_name
+from specter_jax.config.checks import as_choice, as_count, as_list, as_object, as_text, shown
 from specter_jax.errors import CheckpointError, FormatVersionError, MissingFileError
+from specter_jax.json_files import read_json_object
 
 FORMAT_NAME = "specter-jax"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 CONVERT_HINT = "convert the model again"
+EXPERT_DTYPES = ("bfloat16", "float16", "float32")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _READ_BYTES = 4 << 20
 
 
@@ -67,24 +74,35 @@ class Manifest:
         document = {"format": FORMAT_NAME, "version": FORMAT_VERSION, **fields}
         return json.dumps(document, indent=1) + "\n"
 
+    @property
+    def config(self) -> ModelConfig:
+        """The model's architecture."""
+        return ModelConfig.from_dict(dict(self.model))
+
     @classmethod
-    def from_json(cls, text: str, path: Path) -> "Manifest":
-        """Parses `manifest.json`; `path` is for messages.
+    def from_json(cls, content: bytes, path: Path) -> "Manifest":
+        """Parses and checks `manifest.json`; `path` is for messages.
 
         Raises:
             FormatVersionError: another format version.
-            CheckpointError: not a manifest, or with missing or unknown keys.
+            CheckpointError: not a manifest, with missing or unknown keys, with a value of a wrong
+                type or out of range, or with values that contradict each other.
         """
         try:
-            document = json.loads(text)
+            document = read_json_object(content, str(path))
         except ValueError as error:
-            raise CheckpointError(f"{path}: not JSON ({error}); {CONVERT_HINT}") from None
-        if not isinstance(document, dict) or document.get("format") != FORMAT_NAME:
+            raise CheckpointError(f"{error}; {CONVERT_HINT}") from None
+        if document.get("format") != FORMAT_NAME:
             raise CheckpointError(
                 f'{path}: not the manifest of a converted model, its "format" is not '
                 f'"{FORMAT_NAME}"; {CONVERT_HINT}'
             )
         version = document.get("version")
+        if type(version) is not int:
+            raise FormatVersionError(
+                f"{path}: version={shown(version)}, expected the number {FORMAT_VERSION}; "
+                f"{CONVERT_HINT}"
+            )
         if version != FORMAT_VERSION:
             raise FormatVersionError(
                 f"{path}: format version {version}, this program reads version "
@@ -102,22 +120,91 @@ class Manifest:
                     f"{', '.join(valid)}; {CONVERT_HINT}"
                 )
         try:
-            fields["group_sizes"] = GroupSizes(**fields["group_sizes"])
-            fields["files"] = {
-                _relative(name): FileRecord(**record) for name, record in fields["files"].items()
-            }
-            fields["moe_layers"] = tuple(fields["moe_layers"])
-            fields["shared_parts"] = tuple(fields["shared_parts"])
-        except (TypeError, AttributeError, ValueError) as error:
-            raise CheckpointError(f"{path}: malformed manifest ({error}); {CONVERT_HINT}") from None
-        return cls(**fields)
+            manifest = cls(**_checked_fields(fields))
+            _check_agreement(manifest)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}; {CONVERT_HINT}") from None
+        return manifest
+
+
+def _checked_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """The manifest's values as `Manifest` holds them; ValueError names the first bad one."""
+    sizes = as_object("group_sizes", fields["group_sizes"], ("gate_up", "down"))
+    return {
+        "family": as_text("family", fields["family"]),
+        "model": as_object("model", fields["model"]),
+        "dtype": as_choice("dtype", fields["dtype"], EXPERT_DTYPES),
+        "group_sizes": GroupSizes(
+            gate_up=as_count("group_sizes.gate_up", sizes["gate_up"], minimum=1),
+            down=as_count("group_sizes.down", sizes["down"], minimum=1),
+        ),
+        "expert_elements": as_count("expert_elements", fields["expert_elements"], minimum=1),
+        "num_experts": as_count("num_experts", fields["num_experts"], minimum=1),
+        "moe_layers": tuple(
+            as_count("moe_layers", layer) for layer in as_list("moe_layers", fields["moe_layers"])
+        ),
+        "shared_parts": tuple(
+            as_text("shared_parts", part)
+            for part in as_list("shared_parts", fields["shared_parts"])
+        ),
+        "source_fingerprint": as_text("source_fingerprint", fields["source_fingerprint"]),
+        "files": {
+            _relative(name): _record(name, record)
+            for name, record in as_object("files", fields["files"]).items()
+        },
+    }
 
 
 def _relative(name: str) -> str:
     """Checks that a recorded file lies inside of the directory."""
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ValueError(f"file {name} lies outside of the directory")
+    if not name or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"files: {shown(name)} lies outside of the directory")
     return name
+
+
+def _record(name: str, value: Any) -> FileRecord:
+    place = f"files[{shown(name)}]"
+    record = as_object(place, value, ("bytes", "sha256"))
+    digest = as_text(f"{place}.sha256", record["sha256"])
+    if not _SHA256.fullmatch(digest):
+        raise ValueError(f"{place}.sha256={shown(digest)}, expected 64 hexadecimal digits")
+    return FileRecord(bytes=as_count(f"{place}.bytes", record["bytes"]), sha256=digest)
+
+
+def _check_agreement(manifest: Manifest) -> None:
+    """What the manifest says twice must agree, and every part must have files."""
+    config = manifest.config
+    parts = ("outer", *(layer_name(layer) for layer in range(config.num_layers)))
+    for name, value, expected in (
+        ("family", manifest.family, config.family),
+        ("expert_elements", manifest.expert_elements, config.expert_elements),
+        ("num_experts", manifest.num_experts, config.num_experts),
+        ("moe_layers", list(manifest.moe_layers), list(config.moe_layers)),
+        ("shared_parts", sorted(manifest.shared_parts), sorted(parts)),
+    ):
+        if value != expected:
+            raise ValueError(
+                f"{name}={shown(value)} contradicts the model, expected {shown(expected)}"
+            )
+    sizes = manifest.group_sizes
+    for name, size, length in (
+        ("gate_up", sizes.gate_up, config.hidden_size),
+        ("down", sizes.down, config.expert_intermediate_size),
+    ):
+        if size % CODES_PER_WORD or length % size:
+            raise ValueError(
+                f"group_sizes.{name}={size}, expected a multiple of {CODES_PER_WORD} that "
+                f"divides {length}"
+            )
+    listed = {"/".join(Path(name).parts[:2]) for name in manifest.files}
+    layers = [layer_name(layer) for layer in manifest.moe_layers]
+    for part in (
+        *(f"shared/{part}" for part in parts),
+        *(f"draft/{layer}" for layer in layers),
+        *(f"experts/{layer}.safetensors" for layer in layers),
+    ):
+        if part not in listed:
+            raise ValueError(f"files lists nothing of {part}")
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -129,15 +216,15 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST_NAME
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         reason = "no such file" if directory.is_dir() else "no such directory"
         raise MissingFileError(
             f"{path}: {reason}; expected a model converted with specter-convert"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); {CONVERT_HINT}") from None
-    return Manifest.from_json(text, path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    return Manifest.from_json(content, path)
 
 
 def record_file(path: Path) -> FileRecord:

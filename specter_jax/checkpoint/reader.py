@@ -149,13 +149,7 @@ def open_checkpoint(path: str | Path, verify: Verify = "sizes") -> Checkpoint:
     directory = Path(path)
     manifest = read_manifest(directory)
     check_files(directory, manifest, verify)
-    try:
-        config = ModelConfig.from_dict(dict(manifest.model))
-    except Exception as error:  # whatever a malformed dict makes of it
-        raise CheckpointError(
-            f"{directory}: the manifest's model is not usable ({error}); {CONVERT_HINT}"
-        ) from error
-    return Checkpoint(path=directory, manifest=manifest, config=config)
+    return Checkpoint(path=directory, manifest=manifest, config=manifest.config)
 
 
 def check_files(directory: Path, manifest: Manifest, verify: Verify) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from specter_jax.config.checks import shown
 from specter_jax.config.fields import HfFields
 from specter_jax.config.model import FAMILIES, FULL_ATTENTION, ModelConfig
 from specter_jax.config.rope import RopeConfig, rope_from_hf
+from specter_jax.config.validation import MAX_LAYERS
 from specter_jax.errors import UnsupportedModelError
 
 
@@ -19,10 +21,14 @@ def config_from_hf(config: dict[str, Any], generation_config: dict[str, Any]) ->
     """See `ModelConfig.from_hf`."""
     if not isinstance(config, dict):
         raise UnsupportedModelError(f"config.json holds a {type(config).__name__}, not an object")
+    if not isinstance(generation_config, dict):
+        raise UnsupportedModelError(
+            f"generation_config.json holds a {type(generation_config).__name__}, not an object"
+        )
     family = config.get("model_type")
     if family not in FAMILIES:
         raise UnsupportedModelError(
-            f"config field model_type={family!r} is not supported; expected one of "
+            f"config field model_type={shown(family)} is not supported; expected one of "
             + ", ".join(FAMILIES)
         )
     fields = HfFields(family, config)
@@ -47,6 +53,7 @@ def config_from_hf(config: dict[str, Any], generation_config: dict[str, Any]) ->
         **values,
     )
     _check(built)
+    built.check()
     return built
 
 
@@ -82,7 +89,7 @@ def _sizes(
     return {
         "vocab_size": fields.integer("vocab_size", vocab),
         "hidden_size": fields.integer("hidden_size", hidden),
-        "num_layers": fields.integer("num_hidden_layers", layers),
+        "num_layers": fields.integer("num_hidden_layers", layers, maximum=MAX_LAYERS),
         "max_context": fields.integer("max_position_embeddings", context),
     }
 

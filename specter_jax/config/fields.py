@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+from specter_jax.config.checks import as_count, as_number, shown
+from specter_jax.config.validation import MAX_SIZE
 from specter_jax.errors import UnsupportedModelError
 
 
@@ -26,19 +27,26 @@ class HfFields:
     def reject(self, name: str, expected: str) -> UnsupportedModelError:
         """The error for a field whose value this package does not run."""
         return UnsupportedModelError(
-            f"{self.family}: config field {name}={self.data.get(name)!r} is not supported; "
+            f"{self.family}: config field {name}={shown(self.data.get(name))} is not supported; "
             f"expected {expected}"
         )
 
-    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
+    def integer(
+        self,
+        name: str,
+        default: int | None = None,
+        minimum: int = 1,
+        maximum: int = MAX_SIZE,
+    ) -> int:
         value = self.get(name, default)
         if value is None:
             raise UnsupportedModelError(f"{self.family}: config field {name} is missing")
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.reject(name, f"an integer of at least {minimum}")
-        return value
+        try:
+            return as_count(name, value, minimum=minimum, maximum=maximum)
+        except ValueError:
+            raise self.reject(name, f"an integer from {minimum} to {maximum}") from None
 
     def optional_integer(self, name: str, default: int | None = None) -> int | None:
         value = self.get(name, default)
@@ -53,11 +61,11 @@ class HfFields:
 
     def number(self, name: str, default: float, *, positive: bool = True) -> float:
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.reject(name, "a number")
-        if not math.isfinite(value) or (positive and value <= 0):
-            raise self.reject(name, "a positive finite number" if positive else "a finite number")
-        return float(value)
+        try:
+            return as_number(name, value, positive=positive)
+        except ValueError:
+            expected = "a positive finite number" if positive else "a finite number"
+            raise self.reject(name, expected) from None
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.get(name, default)

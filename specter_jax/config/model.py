@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from specter_jax.config.rope import RopeConfig
+from specter_jax.config.rope import ROPE_KINDS, RopeConfig
 from specter_jax.errors import UnsupportedModelError
 
 FAMILIES = ("deepseek_v2", "qwen2_moe", "phimoe", "qwen3_moe", "mixtral", "olmoe")
@@ -120,14 +120,31 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ModelConfig:
-        """Inverse of `to_dict`; unknown keys are an `UnsupportedModelError`."""
-        values = _checked(cls, dict(data), "model config")
-        values["rope"] = RopeConfig(**_checked(RopeConfig, dict(values["rope"]), "rope config"))
-        return cls(**values)
+        """Inverse of `to_dict`.
+
+        Raises `UnsupportedModelError` for unknown or missing keys, and for values of a wrong type,
+        out of range or in contradiction.
+        """
+        values = _checked(cls, data, "model config")
+        values["rope"] = RopeConfig(**_checked(RopeConfig, values["rope"], "rope config"))
+        config = cls(**values)
+        config.check()
+        return config
+
+    def check(self) -> None:
+        """Raises `UnsupportedModelError` naming a field of a wrong type or out of range."""
+        from specter_jax.config.validation import check_config
+
+        try:
+            check_config(self, FAMILIES, ROPE_KINDS)
+        except ValueError as error:
+            raise UnsupportedModelError(f"model config: {error}") from None
 
 
-def _checked(cls: type, data: dict[str, Any], what: str) -> dict[str, Any]:
+def _checked(cls: type, data: Any, what: str) -> dict[str, Any]:
     """Lists become tuples; keys must be exactly fields of `cls`."""
+    if not isinstance(data, dict):
+        raise UnsupportedModelError(f"{what}: {type(data).__name__}, expected an object")
     known = {field.name: field for field in dataclasses.fields(cls)}
     unknown = sorted(set(data) - set(known))
     if unknown:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from specter_jax.config.checks import as_number
 from specter_jax.config.fields import HfFields
 from specter_jax.errors import UnsupportedModelError
 
@@ -146,13 +147,12 @@ def _scaling_options(
     if kind == "longrope":
         for field in ("short_factor", "long_factor"):
             value = rope.get(key(field))
-            if (
-                not isinstance(value, list)
-                or len(value) != dim // 2
-                or any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in value)
-            ):
+            if not isinstance(value, list) or len(value) != dim // 2:
                 raise rope.reject(key(field), f"a list of {dim // 2} numbers")
-            options[field] = tuple(float(v) for v in value)
+            try:
+                options[field] = tuple(as_number(field, v, positive=True) for v in value)
+            except ValueError:
+                raise rope.reject(key(field), f"{dim // 2} positive finite numbers") from None
     if may_infer and rope.get(key("attention_factor")) is not None:
         options["attention_factor"] = rope.number(key("attention_factor"), 1.0)
     return options
