@@ -2,6 +2,7 @@
 
 import json
 import os
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ __all__ = [
     "Tokenizer",
     "apply_chat_template",
     "check_stop",
+    "check_text",
     "encode_prompts",
     "load_tokenizer",
     "read_prompts",
@@ -37,8 +39,8 @@ def encode_prompts(
             opening of the answer.
 
     Raises:
-        PromptError: no prompts, one that is empty or neither text nor ids, or `chat` without a
-            template or with ids.
+        PromptError: no prompts, one that is empty, not valid Unicode or neither text nor ids, or
+            `chat` without a template or with ids.
         CheckpointError: a text, and the tokenizer is a `NoTokenizer`.
     """
     if isinstance(prompts, str):
@@ -53,8 +55,7 @@ def _encode(tokenizer: Tokenizer, number: int, prompt: Any, chat: bool) -> np.nd
         if chat:
             raise PromptError(f"prompt {number} is token ids; a chat template needs text")
         return _as_ids(number, prompt)
-    if not prompt:
-        raise PromptError(f"prompt {number} is empty; expected some text")
+    check_text(prompt, f"prompt {number}")
     if chat:
         text = apply_chat_template(tokenizer, prompt)
         # The template writes the special tokens out.
@@ -64,6 +65,30 @@ def _encode(tokenizer: Tokenizer, number: int, prompt: Any, chat: bool) -> np.nd
     if not ids:
         raise PromptError(f"prompt {number} has no tokens; expected some text")
     return np.asarray(ids, np.int32)
+
+
+def check_text(prompt: str, name: str) -> None:
+    """Raises PromptError for an empty text or one that is not valid Unicode."""
+    if not prompt:
+        raise PromptError(f"{name} is empty; expected some text")
+    if (place := find_surrogate(prompt)) is not None:
+        raise PromptError(
+            f"{name} is not valid Unicode: character {place + 1} is {prompt[place]!r}; "
+            "expected UTF-8 text"
+        )
+
+
+def find_surrogate(text: str) -> int | None:
+    """The place of the first surrogate, or None.
+
+    Half of a UTF-16 pair is no character and has no UTF-8 form. It comes from "\\ud800" in JSON
+    and from bytes of a command line that are not UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
 
 
 def _as_ids(number: int, prompt: Any) -> np.ndarray:
@@ -99,12 +124,18 @@ def apply_chat_template(tokenizer: Any, prompt: str) -> str:
 
 
 def check_stop(stop: Sequence[str]) -> tuple[str, ...]:
-    """The stop strings as a tuple; raises InvalidRequestError unless they are non-empty texts."""
+    """The stop strings as a tuple.
+
+    Raises InvalidRequestError unless they are non-empty texts of valid Unicode; another one could
+    never occur in an output.
+    """
     if isinstance(stop, str):
         raise InvalidRequestError(f"stop is the string {stop!r}; expected a list of strings")
     for one in stop:
         if not isinstance(one, str) or not one:
             raise InvalidRequestError(f"stop holds {one!r}; expected non-empty strings")
+        if find_surrogate(one) is not None:
+            raise InvalidRequestError(f"stop holds {one!r}, which is not valid Unicode")
     return tuple(stop)
 
 
@@ -202,11 +233,15 @@ def _overlap(text: str, stop: str) -> int:
 def read_prompts(path: str | os.PathLike[str]) -> list[str]:
     """Prompts of a JSON-lines file: `prompt`, or the first of `turns`; blank lines are skipped.
 
+    A byte order mark at the beginning is skipped too.
+
     Raises:
         PromptError: the file cannot be read or a line is malformed; names file and line.
     """
+    if not os.fspath(path):
+        raise PromptError("the name of the file of prompts is empty")
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise PromptError(f"{path}: cannot read prompts ({error.strerror or error})") from error
     except UnicodeDecodeError as error:
@@ -226,6 +261,8 @@ def _prompt_of_line(line: str, where: str) -> str:
         fields = json.loads(line)
     except ValueError as error:
         raise PromptError(f"{where}: not JSON ({error})") from error
+    except RecursionError as error:
+        raise PromptError(f"{where}: nested too deeply") from error
     if not isinstance(fields, dict):
         raise PromptError(f'{where}: expected a JSON object with "prompt" or "turns"')
     if "prompt" in fields:
@@ -234,6 +271,7 @@ def _prompt_of_line(line: str, where: str) -> str:
         prompt = fields["turns"][0]
     else:
         raise PromptError(f'{where}: has neither "prompt" nor a non-empty list "turns"')
-    if not isinstance(prompt, str) or not prompt:
-        raise PromptError(f"{where}: the prompt is {prompt!r}; expected non-empty text")
+    if not isinstance(prompt, str):
+        raise PromptError(f"{where}: the prompt is {reprlib.repr(prompt)}; expected text")
+    check_text(prompt, f"{where}: the prompt")
     return prompt

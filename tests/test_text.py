@@ -135,7 +135,7 @@ def test_the_beginning_of_a_stop_string_is_held_until_it_is_decided(tokenizer):
     assert stream_.flush() == "a"
 
 
-@pytest.mark.parametrize("stop", ["x", [""], [3]])
+@pytest.mark.parametrize("stop", ["x", [""], [3], ["ok", "a\ud800"]])
 def test_stop_strings_are_checked(tokenizer, stop):
     with pytest.raises(InvalidRequestError, match="stop"):
         TextStream(tokenizer, stop)
@@ -169,6 +169,8 @@ def test_a_chat_prompt_goes_through_the_template(tokenizer):
         ([None], "neither text nor"),
         ([[-1]], "outside"),
         ([[2**31]], "outside"),
+        (["a\ud800b"], r"prompt 0 is not valid Unicode: character 2 is '\\ud800'"),
+        (["hi\udcff"], "prompt 0 is not valid Unicode: character 3"),
     ],
 )
 def test_prompts_that_cannot_be_used_are_named(tokenizer, prompts, complaint):
@@ -197,7 +199,10 @@ def test_prompt_files_take_prompt_or_the_first_turn(tmp_path):
         ('\n["list"]', r"p\.jsonl:2: expected a JSON object"),
         ('{"text": "x"}', r"p\.jsonl:1: has neither"),
         ('{"turns": []}', r"p\.jsonl:1: has neither"),
-        ('{"prompt": ""}', r"p\.jsonl:1: the prompt is ''"),
+        ('{"prompt": ""}', r"p\.jsonl:1: the prompt is empty"),
+        ('{"prompt": "a\\ud800b"}', r"p\.jsonl:1: the prompt is not valid Unicode"),
+        ("[" * 100_000, r"p\.jsonl:1: nested too deeply"),
+        ('{"prompt": ' + "9" * 5000 + "}", r"p\.jsonl:1: not JSON"),
         ('{"turns": [7]}', r"p\.jsonl:1: the prompt is 7"),
         ("\n\n", r"p\.jsonl: holds no prompts"),
     ],
@@ -209,9 +214,22 @@ def test_malformed_prompt_files_name_file_and_line(tmp_path, text, complaint):
         read_prompts(path)
 
 
+def test_prompt_files_of_windows_editors_are_read(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "one"}\r\n\r\n{"prompt": "two\xef\xbb\xbf"}\r\n')
+    assert read_prompts(path) == ["one", "two\ufeff"]
+    path.write_bytes(b"\xef\xbb\xbf\r\n")
+    with pytest.raises(PromptError, match="holds no prompts"):
+        read_prompts(path)
+
+
 def test_unreadable_prompt_files_are_named(tmp_path):
     with pytest.raises(PromptError, match="nowhere"):
         read_prompts(tmp_path / "nowhere.jsonl")
+    with pytest.raises(PromptError, match="name of the file of prompts is empty"):
+        read_prompts("")
+    with pytest.raises(PromptError, match="cannot read prompts"):
+        read_prompts(tmp_path)
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}')
     with pytest.raises(PromptError, match="UTF-8"):
         read_prompts(tmp_path / "latin.jsonl")

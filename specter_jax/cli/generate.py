@@ -14,7 +14,6 @@ from specter_jax.cli.session import (
     prepare_environment,
     prompts_of,
 )
-from specter_jax.errors import PromptError
 from specter_jax.text import check_stop
 
 HEADER_WIDTH = 60
@@ -25,9 +24,6 @@ def run(options: argparse.Namespace) -> None:
     sampling = sampling_config(options)
     stop = check_stop(options.stop)
     prompts = prompts_of(options)
-    for number, prompt in enumerate(prompts):
-        if not prompt:
-            raise PromptError(f"prompt {number} is empty; expected some text")
     check_model(options.model)
     check_output("--stats", options.stats)
     check_output("--trace", options.trace)

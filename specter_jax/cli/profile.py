@@ -63,14 +63,15 @@ def _plot_path(requested: str | None) -> str | None:
     """Where to draw; None, with a note, if nobody asked and matplotlib is missing."""
     from specter_jax.plots import check_plot
 
-    try:
-        check_plot(requested or DEFAULT_PLOT)
-    except InvalidRequestError as error:
-        if requested:
-            raise
-        print(f"no plot: {error}", file=sys.stderr)
-        return None
-    return requested or DEFAULT_PLOT
+    if requested is None:
+        try:
+            check_plot(DEFAULT_PLOT)
+        except InvalidRequestError as error:
+            print(f"no plot: {error}", file=sys.stderr)
+            return None
+        return DEFAULT_PLOT
+    check_plot(requested)
+    return requested
 
 
 def _print_table(measured: "Profile") -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specter_jax.errors import InvalidRequestError, MissingFileError
-from specter_jax.text import read_prompts
+from specter_jax.text import check_text, read_prompts
 
 if TYPE_CHECKING:
     from specter_jax.model import Model
@@ -48,8 +48,13 @@ def check_output(option: str, path: str | None) -> None:
 
 
 def prompts_of(options: argparse.Namespace) -> list[str]:
-    """The prompts of --prompt or --prompts; raises PromptError."""
-    return read_prompts(options.prompts) if options.prompts else list(options.prompt or ())
+    """The prompts of --prompt or --prompts, none if neither is given; raises PromptError."""
+    if options.prompts is not None:
+        return read_prompts(options.prompts)
+    prompts = list(options.prompt or ())
+    for number, prompt in enumerate(prompts):
+        check_text(prompt, f"prompt {number}")
+    return prompts
 
 
 def load_model(options: argparse.Namespace) -> "Model":
