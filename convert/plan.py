@@ -5,7 +5,6 @@ must be needed, and the group sizes must divide. So a damaged or incomplete sour
 well under a second, however large it is; only the values are left to be checked while they pass by.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from pallas_kernels.int4 import CODES_PER_WORD
 from specter_jax.checkpoint import GroupSizes
 from specter_jax.config import ModelConfig
 from specter_jax.errors import ConversionError, InvalidRequestError
+from specter_jax.json_files import read_json_object
 
 GROUP_SIZES = (128, 64, 32, 16, 8)
 """In order of preference; below 64 only where nothing larger divides (tiny models)."""
@@ -83,12 +83,9 @@ def read_model_config(source: TensorSource) -> ModelConfig:
 
 def _json_object(source: TensorSource, name: str, content: bytes) -> dict[str, Any]:
     try:
-        document = json.loads(content)
+        return read_json_object(content, f"{source.label}/{name}")
     except ValueError as error:
-        raise ConversionError(f"{source.label}/{name}: not JSON ({error})") from None
-    if not isinstance(document, dict):
-        raise ConversionError(f"{source.label}/{name}: not a JSON object")
-    return document
+        raise ConversionError(str(error)) from None
 
 
 def choose_group_sizes(

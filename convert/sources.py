@@ -1,7 +1,6 @@
 """Where a model's tensors come from: one small protocol, and a directory on disk behind it."""
 
 import hashlib
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ from specter_jax.checkpoint.safetensors_file import (
     read_tensor,
 )
 from specter_jax.errors import ConversionError
+from specter_jax.json_files import read_json_object
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -227,9 +227,8 @@ def _header(path: Path) -> dict[str, TensorEntry]:
 
 def _json_object(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConversionError(f"{path}: cannot be read as JSON ({error})") from None
-    if not isinstance(document, dict):
-        raise ConversionError(f"{path}: not a JSON object")
-    return document
+        return read_json_object(path, str(path))
+    except OSError as error:
+        raise ConversionError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ConversionError(str(error)) from None

@@ -27,6 +27,7 @@ from specter_jax.checkpoint import (
 )
 from specter_jax.checkpoint.manifest import FORMAT_NAME
 from specter_jax.errors import CheckpointError, ConversionError, InvalidRequestError
+from specter_jax.json_files import read_json_object
 
 _JOURNAL = "journal.json"
 PARTIAL_SUFFIX = ".partial"
@@ -79,10 +80,9 @@ def _is_empty_directory(path: Path) -> bool:
 def _is_conversion(path: Path) -> bool:
     """Whether a directory was written by a conversion, whatever the format version."""
     try:
-        document = json.loads((path / MANIFEST_NAME).read_bytes())
+        return read_json_object(path / MANIFEST_NAME, "manifest").get("format") == FORMAT_NAME
     except (OSError, ValueError):
         return False
-    return isinstance(document, dict) and document.get("format") == FORMAT_NAME
 
 
 class Workspace:
@@ -112,7 +112,7 @@ class Workspace:
         """Keeps what an earlier run on the same source finished and deletes everything else."""
         kept: dict[str, dict[str, FileRecord]] = {}
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            journal = json.loads((self.path / _JOURNAL).read_bytes())
+            journal = read_json_object(self.path / _JOURNAL, "journal")
             if journal["fingerprint"] == self._fingerprint:
                 for part, files in journal["parts"].items():
                     records = {name: FileRecord(**record) for name, record in files.items()}

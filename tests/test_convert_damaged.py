@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from convert import ArraySource, LazyTensor, convert_checkpoint
 from convert.cli import main
 from convert.sources import INDEX_FILE
+from specter_jax.checkpoint.safetensors_file import DamagedFileError, read_header
 from specter_jax.errors import ConversionError, UnsupportedModelError
 
 HF_CONFIG = tiny_config("deepseek_v2")
@@ -100,9 +101,42 @@ def spoil_config(source: Path) -> None:
     (source / "config.json").write_text("{")
 
 
+NESTED = b"[" * 100_000
+LATIN = '{"model_type": "\xe9"}'.encode("latin-1")
+
+
+def replacing(name: str, content: bytes) -> Callable[[Path], None]:
+    return lambda source: (source / name).write_bytes(content) and None
+
+
+def header_of(content: bytes) -> Callable[[Path], None]:
+    """A shard with this header and nothing else."""
+    return replacing(SHARD, struct.pack("<Q", len(content)) + content)
+
+
+def header_with(**tensor: object) -> Callable[[Path], None]:
+    """A shard with one tensor described like this, and no data."""
+    fields = {"dtype": "BF16", "shape": [0], "data_offsets": [0, 0], **tensor}
+    return header_of(json.dumps({"x": fields}).encode())
+
+
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
+        *(
+            (replacing(name, content), (name, reason))
+            for name in ("config.json", "generation_config.json", INDEX_FILE)
+            for content, reason in ((NESTED, "nested too deeply"), (LATIN, "not text in utf-8"))
+        ),
+        (header_of(NESTED), (SHARD, "header", "nested too deeply")),
+        (header_of(LATIN), (SHARD, "header", "not text in utf-8")),
+        (header_of(b'{"__metadata__": {"a": 1}}'), (SHARD, "header", "__metadata__")),
+        (header_of(b'{"x": 1}'), (SHARD, "header", "tensor x")),
+        (header_with(dtype=["BF16"]), (SHARD, "header", "tensor x")),
+        (header_with(shape=["0"]), (SHARD, "header", "tensor x")),
+        (header_with(shape=[-1]), (SHARD, "header", "tensor x")),
+        (header_with(data_offsets=[0]), (SHARD, "header", "tensor x")),
+        (header_with(data_offsets=[0.0, 0.5]), (SHARD, "header", "tensor x")),
         (truncate, (SHARD, "truncated")),
         (empty_shard, (SHARD, "not a safetensors file")),
         (lengthen, (SHARD, "damaged")),
@@ -261,6 +295,15 @@ def test_header_that_contradicts_itself_is_refused(
     raw = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(raw)) + raw + content[8 + length :])
     fails(source, capsys, "model.safetensors", "tensor x", "shape")
+
+
+def test_header_with_overlapping_tensors_is_refused(tmp_path: Path) -> None:
+    entry = {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}
+    raw = json.dumps({"x": entry, "y": entry}).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + b"\0" * 4)
+    with pytest.raises(DamagedFileError, match="tensor y does not begin"):
+        read_header(path)
 
 
 def test_python_source_that_breaks_its_word_is_named(tmp_path: Path) -> None:
