@@ -4,13 +4,15 @@ import argparse
 import contextlib
 import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from typing import NoReturn
 
+from specter_jax.entry import EXIT_INTERRUPTED, importing, interrupts
+
 EXIT_ERROR = 2
-EXIT_INTERRUPTED = 130  # what shells report after Ctrl-C
+# Being asked to terminate is handled like Ctrl-C: the finished parts stay.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -59,29 +61,22 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     options = _parser().parse_args(arguments)
-    # Being asked to terminate is handled like Ctrl-C: the finished parts stay.
-    previous = None
-    if threading.current_thread() is threading.main_thread():
-        previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return _convert(options)
+        with interrupts(_SIGNALS):
+            return _convert(options)
     except KeyboardInterrupt:
         print(_interrupted_message(options.destination), file=sys.stderr)
         return EXIT_INTERRUPTED
-    finally:
-        if previous is not None:
-            signal.signal(signal.SIGTERM, previous)
-
-
-def _interrupt(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _convert(options: argparse.Namespace) -> int:
     """Converts and reports; JAX is imported only here."""
-    from convert.conversion import convert_checkpoint
-    from convert.progress import TerminalProgress
-    from specter_jax.errors import SpecterError
+    with importing(_SIGNALS):
+        import orbax.checkpoint  # noqa: F401  # seconds; writing the first part would import it
+
+        from convert.conversion import convert_checkpoint
+        from convert.progress import TerminalProgress
+        from specter_jax.errors import SpecterError
 
     started = time.perf_counter()
     try:
@@ -126,7 +121,10 @@ def _partial_note(destination: str) -> str:
 
     from convert.workspace import is_resumable, partial_path
 
-    partial = partial_path(Path(destination))
-    if not is_resumable(partial):
+    try:
+        partial = partial_path(Path(destination))
+        if not is_resumable(partial):
+            return ""
+    except (OSError, ValueError):  # a name that cannot exist
         return ""
     return f"; finished parts are in {partial}, the same command goes on from there"
