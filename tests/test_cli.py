@@ -158,6 +158,12 @@ BAD = {
     "temperature": ((*GENERATE, "--prompt", "a", "--temperature", "-1"), "temperature"),
     "top-p": ((*GENERATE, "--prompt", "a", "--top-p", "2"), "top_p"),
     "tokens": ((*GENERATE, "--prompt", "a", "--max-new-tokens", "0"), "above 0"),
+    "endless tokens": ((*GENERATE, "--prompt", "a", "--max-new-tokens", "9" * 5000), "above 0"),
+    "endless context": ((*GENERATE, "--prompt", "a", "--max-context", "9" * 12), "above 0"),
+    "tokens of another script": ((*GENERATE, "--prompt", "a", "--batch-size", "\uff11"), "above 0"),
+    "endless size": ((*GENERATE, "--prompt", "a", "--gpu-memory", "9" * 400), "memory size"),
+    "endless top-k": ((*GENERATE, "--prompt", "a", "--top-k", "9" * 30, "--top-p", "2"), "top_p"),
+    "endless seed": ((*GENERATE, "--prompt", "a", "--seed", "9" * 5000), "--seed"),
     "empty stop": ((*GENERATE, "--prompt", "a", "--stop", ""), "stop"),
     "size": ((*GENERATE, "--prompt", "a", "--gpu-memory", "lots"), "memory size"),
     "two budgets": (

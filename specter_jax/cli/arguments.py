@@ -1,6 +1,8 @@
 """What the `specter` command accepts. Loads neither JAX nor transformers."""
 
 import argparse
+import re
+import reprlib
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -14,6 +16,8 @@ EXIT_ERROR = 2
 AUTO = "auto"
 DTYPES = ("bfloat16", "float32")
 DEFAULT_NEW_TOKENS = 64
+# Largest of any count on the command line; counts are 32-bit integers on the device.
+MAX_NUMBER = 2**31 - 1
 
 
 class Parser(argparse.ArgumentParser):
@@ -177,12 +181,12 @@ def _depth(text: str) -> int | str:
 
 
 def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    # At most ten ASCII digits; int would also take thousands, underscores and other scripts'.
+    number = int(text) if re.fullmatch("[0-9]{1,10}", text) else 0
+    if not 1 <= number <= MAX_NUMBER:
+        raise argparse.ArgumentTypeError(
+            f"{reprlib.repr(text)} is not a whole number above 0 (and up to {MAX_NUMBER})"
+        )
     return number
 
 
