@@ -9,11 +9,11 @@ import contextlib
 import itertools
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Protocol
+
+from specter_jax.output import write_text_atomically
 
 TRACKS = ("host", "draft", "transfers", "commits", "verification", "waits")
 PROCESS_ID = 1
@@ -86,7 +86,7 @@ class Trace:
         Raises:
             OSError: the folder does not exist or cannot be written.
         """
-        write_text_atomically(Path(path), json.dumps(self.to_dict(), separators=(",", ":")))
+        write_text_atomically(path, json.dumps(self.to_dict(), separators=(",", ":")))
 
     def _now_us(self) -> float:
         return (self._clock_ns() - self._begin_ns) / 1e3
@@ -162,19 +162,3 @@ class NullTrace:
 
     def counter(self, name: str, **values: float) -> None:
         return None
-
-
-def write_text_atomically(path: Path, text: str) -> None:
-    """Write a text file by way of a temporary one beside it, so that no reader sees half of it."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        # mkstemp makes files private; give this one the permissions a plain open would.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

@@ -84,20 +84,6 @@ def test_a_span_is_recorded_when_its_work_fails():
     assert [e["name"] for e in trace.to_dict()["traceEvents"] if e["ph"] == "X"] == ["doomed"]
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path, monkeypatch):
-    target = tmp_path / "trace.json"
-    target.write_text("old")
-
-    def refuse(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr("os.replace", refuse)
-    with pytest.raises(OSError, match="disk full"):
-        Trace().write(target)
-    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
-    assert target.read_text() == "old"
-
-
 def test_the_null_trace_has_the_same_interface_and_records_nothing():
     trace, null = Trace(), NullTrace()
     public = {name for name in dir(Trace) if not name.startswith("_")} - {"write", "to_dict"}

@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TextIO
 
 from specter_jax.cli.arguments import sampling_config
@@ -30,7 +29,8 @@ def run(options: argparse.Namespace) -> None:
 
     prepare_environment()
     from specter_jax.api import generate
-    from specter_jax.trace import Trace, write_text_atomically
+    from specter_jax.output import write_text_atomically
+    from specter_jax.trace import Trace
 
     batch_size = options.batch_size = min(options.batch_size, len(prompts))
     model = load_model(options)
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
         trace.write(options.trace)
     if options.stats:
         text = json.dumps(result.stats.to_dict(), indent=1) + "\n"
-        write_text_atomically(Path(options.stats), text)
+        write_text_atomically(options.stats, text)
     if printer is None:
         rows = zip(result.texts, result.tokens, result.prompt_stats, strict=True)
         for text, tokens, stats in rows:

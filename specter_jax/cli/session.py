@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specter_jax.errors import InvalidRequestError, MissingFileError
+from specter_jax.output import is_writable
 from specter_jax.text import check_text, read_prompts
 
 if TYPE_CHECKING:
@@ -42,8 +43,7 @@ def check_output(option: str, path: str | None) -> None:
     """Raises InvalidRequestError if a file could not be written there, before any work is done."""
     if path is None:
         return
-    folder = Path(path).resolve().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(path).is_dir():
+    if not path or not is_writable(path):
         raise InvalidRequestError(f"{option} {path}: cannot be written")
 
 
