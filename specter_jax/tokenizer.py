@@ -6,7 +6,6 @@ text can be encoded.
 """
 
 import functools
-import json
 import os
 import tempfile
 import warnings
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from specter_jax.errors import CheckpointError, MissingFileError
+from specter_jax.json_files import read_json_object
 
 CONFIG_NAME = "config.json"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
@@ -134,11 +134,11 @@ def _model_type(path: Path) -> str | None:
 def _read_object(path: Path) -> dict[str, Any]:
     """A JSON object; raises CheckpointError."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({_reason(error)})") from error
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(fields).__name__}")
+        fields = read_json_object(path, str(path))
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({_reason(error)})") from error
     if not isinstance(fields.get("tokenizer_class"), str | None):
         raise CheckpointError(f"{path}: tokenizer_class is not a text")
     return fields
