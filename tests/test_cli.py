@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -224,6 +226,40 @@ def test_an_interruption_ends_with_130(capsys, monkeypatch, tiny_directory):
     code, _, err = run(capsys, "info", tiny_directory)
     assert code == 130
     assert err.strip() == "interrupted"
+
+
+@pytest.mark.parametrize("package", ["numpy", "jax"])
+def test_an_interruption_of_an_import_ends_with_130(tmp_path, tiny_directory, package):
+    """Packages may turn the interruption into another exception, as NumPy does."""
+    (tmp_path / f"{package}.py").write_text(
+        "import signal\n"
+        "try:\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "except KeyboardInterrupt:\n"
+        "    raise ImportError('broken installation') from None\n"
+    )
+    root = Path(__file__).resolve().parents[1]
+    finished = subprocess.run(
+        [sys.executable, "-m", "specter_jax", "info", tiny_directory],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(root)))},
+    )
+    assert (finished.returncode, finished.stdout) == (130, "")
+    assert finished.stderr == "interrupted\n"
+
+
+def test_any_exception_after_an_interruption_counts_as_one(capsys, monkeypatch, tiny_directory):
+    def hide(options):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise OSError("half written") from None
+
+    monkeypatch.setattr("specter_jax.cli.info.run", hide)
+    code, _, err = run(capsys, "info", tiny_directory)
+    assert (code, err.strip()) == (130, "interrupted")
 
 
 def test_a_full_device_is_explained(capsys, monkeypatch, tiny_directory):

@@ -5,12 +5,14 @@ import os
 import sys
 from collections.abc import Sequence
 
-from specter_jax.cli.arguments import EXIT_ERROR, build_parser
-from specter_jax.errors import SpecterError
+from specter_jax.entry import EXIT_INTERRUPTED, importing, interrupts
+
+with importing():
+    from specter_jax.cli.arguments import EXIT_ERROR, build_parser
+    from specter_jax.errors import SpecterError
 
 EXIT_OK = 0
-# What a shell reports for a process ended by SIGINT and SIGPIPE.
-EXIT_INTERRUPTED = 130
+# What a shell reports for a process ended by SIGPIPE.
 EXIT_BROKEN_PIPE = 141
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
@@ -24,9 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         options = build_parser().parse_args(arguments)
-        command = importlib.import_module(f"specter_jax.cli.{options.command}")
-        command.run(options)
-        sys.stdout.flush()
+        with importing():
+            command = importlib.import_module(f"specter_jax.cli.{options.command}")
+        with interrupts():
+            command.run(options)
+            sys.stdout.flush()
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

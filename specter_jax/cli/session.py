@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specter_jax.entry import importing
 from specter_jax.errors import InvalidRequestError, MissingFileError
 from specter_jax.output import is_writable
 from specter_jax.text import check_text, read_prompts
@@ -25,12 +26,14 @@ ENVIRONMENT = {
 
 
 def prepare_environment() -> None:
-    """Defaults of environment variables that JAX reads when it starts."""
+    """Set defaults of environment variables that JAX reads when it starts, and load it."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # Text that the terminal's encoding lacks is shown as "?", not an error.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
+    with importing():
+        import specter_jax.api  # noqa: F401
 
 
 def check_model(path: str) -> None:
