@@ -5,6 +5,8 @@ write part after part into a partial directory (`convert.layers`, `convert.works
 """
 
 import hashlib
+import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +20,7 @@ from convert.workspace import Workspace, discard, existing_conversion, open_work
 from specter_jax.checkpoint import FORMAT_VERSION, Manifest, expert_file_name
 from specter_jax.config import layer_name
 from specter_jax.errors import ConversionError, InvalidRequestError
+from specter_jax.paths import as_path, naming
 
 _COMPANIONS_PART = "companions"
 
@@ -36,12 +39,13 @@ class ConversionResult:
 
 
 def convert_checkpoint(
-    source: str | Path | TensorSource,
-    destination: str | Path,
+    source: str | os.PathLike[str] | TensorSource,
+    destination: str | os.PathLike[str],
     *,
     group_size: int | tuple[int, int] | None = None,
     dtype: str | None = None,
     force: bool = False,
+    wait: bool = False,
     progress: ProgressCallback | None = None,
 ) -> ConversionResult:
     """Converts a model; the directory appears complete or not at all.
@@ -55,7 +59,10 @@ def convert_checkpoint(
         dtype: "bfloat16", "float16" or "float32" for shared parameters and experts; by default
             that of the source.
         force: replace another conversion at the destination.
-        progress: called as `(part, done, total)` after each shared part and each expert.
+        wait: wait for another conversion into the same destination, and use its result if it is
+            of the same source and options; otherwise a running one is an error.
+        progress: called as `(part, done, total)` after each shared part and each expert, and once
+            before waiting.
 
     Raises:
         ConversionError: the source is damaged or incomplete; names the file or tensor. Nothing is
@@ -65,16 +72,18 @@ def convert_checkpoint(
         OSError, KeyboardInterrupt: what was finished stays in `DESTINATION.partial`, and the next
             call with the same arguments goes on from there.
     """
-    destination = Path(destination).resolve()
-    if isinstance(source, str | Path):
-        _check_apart(Path(source), destination)
-        source = SafetensorsSource(source)
+    destination = as_path("destination", destination).resolve()
+    if isinstance(source, str | os.PathLike):
+        directory = as_path("source", source)
+        _check_apart(directory, destination)
+        source = SafetensorsSource(directory)
     plan = build_plan(source, group_size, dtype)
     fingerprint = _fingerprint(source, plan)
     manifest = existing_conversion(destination, fingerprint, force=force)
     if manifest is not None:
         return _already_there(destination, manifest)
-    with open_workspace(destination, fingerprint) as workspace:
+    on_wait = partial(_tell_waiting, destination, progress) if wait else None
+    with open_workspace(destination, fingerprint, on_wait) as workspace:
         # Another run may have finished between the first look and the lock.
         manifest = existing_conversion(destination, fingerprint, force=force)
         if manifest is not None:
@@ -96,15 +105,27 @@ def convert_checkpoint(
         )
 
 
+def _tell_waiting(destination: Path, progress: ProgressCallback | None) -> None:
+    what = f"waiting for another conversion into {destination}"
+    if progress is None:
+        logging.getLogger(__name__).warning(what)
+    else:
+        progress(what, 0, 1)
+
+
 def _already_there(destination: Path, manifest: Manifest) -> ConversionResult:
     return ConversionResult(path=destination, manifest=manifest, already_there=True, num_resumed=0)
 
 
 def _check_apart(source: Path, destination: Path) -> None:
-    """The destination must not be the source or a directory around it."""
+    """The destination must not be the source, nor lie in it, nor around it."""
     resolved = source.resolve()
     if not destination.name:
         raise InvalidRequestError(f"{destination} is not a usable destination")
+    if resolved in destination.parents:
+        raise InvalidRequestError(
+            f"destination {destination} lies inside of the source {source}; choose another one"
+        )
     taken = (destination, partial_path(destination))
     if any(path == resolved or path in resolved.parents for path in taken):
         raise InvalidRequestError(
@@ -144,7 +165,8 @@ def _write_companions(source: TensorSource, workspace: Workspace) -> None:
     paths = [workspace.path / name for name in companions]
     workspace.begin(*paths)
     for path, content in zip(paths, companions.values(), strict=True):
-        path.write_bytes(content)
+        with naming(path):
+            path.write_bytes(content)
     workspace.finish(_COMPANIONS_PART, *paths)
 
 

@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from specter_jax.checkpoint import (
@@ -28,8 +28,10 @@ from specter_jax.checkpoint import (
 from specter_jax.checkpoint.manifest import FORMAT_NAME
 from specter_jax.errors import CheckpointError, ConversionError, InvalidRequestError
 from specter_jax.json_files import read_json_object
+from specter_jax.paths import naming
 
 _JOURNAL = "journal.json"
+_NEW_JOURNAL = "journal.json.new"
 PARTIAL_SUFFIX = ".partial"
 
 
@@ -75,6 +77,11 @@ def existing_conversion(destination: Path, fingerprint: str, *, force: bool) -> 
 
 def _is_empty_directory(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
+
+
+def _is_just_begun(path: Path) -> bool:
+    """Whether a partial directory has at most the first attempt at a journal."""
+    return {entry.name for entry in path.iterdir()} <= {_NEW_JOURNAL}
 
 
 def _is_conversion(path: Path) -> bool:
@@ -163,8 +170,9 @@ class Workspace:
                 for part, files in self._parts.items()
             },
         }
-        temporary = self.path / f"{_JOURNAL}.new"
-        temporary.write_text(json.dumps(journal))
+        temporary = self.path / _NEW_JOURNAL
+        with naming(temporary):
+            temporary.write_text(json.dumps(journal))
         _sync(temporary)
         temporary.replace(self.path / _JOURNAL)
 
@@ -175,7 +183,8 @@ class Workspace:
         there is a mixture of both.
         """
         manifest_path = self.path / MANIFEST_NAME
-        manifest_path.write_text(manifest.to_json(), encoding="utf-8")
+        with naming(manifest_path):
+            manifest_path.write_text(manifest.to_json(), encoding="utf-8")
         _sync(manifest_path)
         (self.path / _JOURNAL).unlink()
         _sync(self.path)
@@ -196,12 +205,20 @@ class Workspace:
 
 
 @contextlib.contextmanager
-def open_workspace(destination: Path, fingerprint: str) -> Iterator[Workspace]:
+def open_workspace(
+    destination: Path, fingerprint: str, on_wait: Callable[[], None] | None = None
+) -> Iterator[Workspace]:
     """Creates or resumes the partial directory and holds its lock.
 
     When the block ends with a `ConversionError` the source is bad and the directory is removed.
     When it ends otherwise without having published (interrupted, disk full), the directory stays if
     at least one part is finished.
+
+    Args:
+        destination: where the conversion will be published.
+        fingerprint: of source and options.
+        on_wait: called once before waiting for another process's conversion into the same
+            destination; without it that is an error.
 
     Raises:
         ConversionError: another process is converting into the same destination.
@@ -209,13 +226,14 @@ def open_workspace(destination: Path, fingerprint: str) -> Iterator[Workspace]:
     """
     path = partial_path(destination)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not (
-        is_resumable(path) or _is_conversion(path) or _is_empty_directory(path)
-    ):
-        raise InvalidRequestError(
-            f"{path} exists and is not an unfinished conversion; move it away"
-        )
-    descriptor = _lock(path, destination)
+    taken = f"{path} exists and is not an unfinished conversion; move it away"
+    if path.exists() and not path.is_dir():
+        raise InvalidRequestError(taken)
+    descriptor = _lock(path, destination, on_wait)
+    # Looked at under the lock only: another run may be about to write or remove it.
+    if not (is_resumable(path) or _is_conversion(path) or _is_just_begun(path)):
+        os.close(descriptor)
+        raise InvalidRequestError(taken)
     workspace = Workspace(path, fingerprint)
     try:
         workspace.load_journal()
@@ -231,8 +249,9 @@ def open_workspace(destination: Path, fingerprint: str) -> Iterator[Workspace]:
         os.close(descriptor)
 
 
-def _lock(path: Path, destination: Path) -> int:
+def _lock(path: Path, destination: Path, on_wait: Callable[[], None] | None) -> int:
     """Creates the directory and locks it; the lock ends with the process or the descriptor."""
+    told = False
     while True:
         path.mkdir(exist_ok=True)
         try:
@@ -240,19 +259,33 @@ def _lock(path: Path, destination: Path) -> int:
         except FileNotFoundError:
             continue  # another run published or removed it in between
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                os.close(descriptor)
-                raise ConversionError(
-                    f"{destination}: another conversion into it is running (it holds {path}); "
-                    "wait for it or choose another destination"
-                ) from None
-            # A file system without locks: go on, as there is nothing better to be had.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), path.stat()):
-                return descriptor
+            if not _try_lock(descriptor):
+                if on_wait is None:
+                    raise ConversionError(
+                        f"{destination}: another conversion into it is running (it holds {path}); "
+                        "wait for it or choose another destination"
+                    )
+                if not told:
+                    on_wait()
+                    told = True
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
         os.close(descriptor)  # what was locked is no longer what has this name
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Locks without waiting; false if another process has the lock."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        # A file system without locks: go on, as there is nothing better to be had.
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
 
 
 def _files_below(path: Path) -> list[Path]:
@@ -265,7 +298,8 @@ def _sync(path: Path) -> None:
     """Flushes a file or directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -250,6 +251,38 @@ def test_source_cannot_be_its_own_destination(source: Path, destination: str) ->
     with pytest.raises(InvalidRequestError, match="overwrite the source"):
         convert_checkpoint(source, source / destination, force=True)
     assert digests(source) == before
+
+
+def test_destination_inside_of_the_source_is_refused(source: Path) -> None:
+    before = digests(source)
+    for destination in (source / "out", source / "deep" / "er", source / ".." / source.name / "x"):
+        with pytest.raises(InvalidRequestError, match="inside of the source"):
+            convert_checkpoint(source, destination, force=True)
+    assert digests(source) == before
+
+
+@pytest.mark.parametrize("length", [250, 300])  # with and without room for ".partial"
+def test_destination_with_too_long_a_name_is_one_line(
+    source: Path, capsys: pytest.CaptureFixture, length: int
+) -> None:
+    assert main([str(source), str(source.parent / ("x" * length))]) == 2
+    message = capsys.readouterr().err
+    assert message.endswith("File name too long\n")
+    assert message.count("\n") == 1
+
+
+def test_file_that_cannot_be_written_further_is_named(
+    source: Path, out: Path, capsys: pytest.CaptureFixture
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, hard))  # fails within an expert file
+    try:
+        assert main([str(source), str(out)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    message = capsys.readouterr().err
+    assert "out.partial/experts/layers_01.safetensors: File too large; finished" in message
+    assert message.count("\n") == 1
 
 
 def test_second_conversion_into_the_same_place_is_refused(source: Path, out: Path) -> None:

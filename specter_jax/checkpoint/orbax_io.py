@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from specter_jax.errors import CheckpointError
+from specter_jax.paths import naming
 
 _CHUNK_BYTES = 16 << 20
 _LATE_READS_SECONDS = 0.2
@@ -74,10 +75,12 @@ def _make_reproducible(path: Path) -> None:
     for key in ("init_timestamp_nsecs", "commit_timestamp_nsecs"):
         if key in metadata:
             metadata[key] = 0
-    metadata_file.write_text(json.dumps(metadata))
+    with naming(metadata_file):
+        metadata_file.write_text(json.dumps(metadata))
     success_file = path / "commit_success.txt"
     if success_file.exists():
-        success_file.write_text("Checkpoint commit was successful")
+        with naming(success_file):
+            success_file.write_text("Checkpoint commit was successful")
 
 
 def load_tree(path: Path) -> Tree:

@@ -1,5 +1,6 @@
 """Opening a converted checkpoint: checks first, then parameters layer by layer."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from specter_jax.errors import (
     InvalidRequestError,
     MissingFileError,
 )
+from specter_jax.paths import as_path, reason
 
 Verify = Literal["sizes", "checksums"]
 
@@ -129,7 +131,7 @@ def place(array: np.ndarray, dtype: Any, device: Any) -> jax.Array:
     return jax.device_put(array, device)
 
 
-def open_checkpoint(path: str | Path, verify: Verify = "sizes") -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], verify: Verify = "sizes") -> Checkpoint:
     """Opens a converted directory.
 
     Args:
@@ -142,11 +144,11 @@ def open_checkpoint(path: str | Path, verify: Verify = "sizes") -> Checkpoint:
         MissingFileError: the manifest or a file it lists is absent.
         ChecksumError: a file has another size or checksum than recorded.
         CheckpointError: the manifest cannot be used.
-        InvalidRequestError: `verify` is neither of the two.
+        InvalidRequestError: `verify` is neither of the two, or `path` is no path.
     """
     if verify not in ("sizes", "checksums"):
         raise InvalidRequestError(f'verify must be "sizes" or "checksums", got {verify!r}')
-    directory = Path(path)
+    directory = as_path("path", path)
     manifest = read_manifest(directory)
     check_files(directory, manifest, verify)
     return Checkpoint(path=directory, manifest=manifest, config=manifest.config)
@@ -159,7 +161,7 @@ def check_files(directory: Path, manifest: Manifest, verify: Verify) -> None:
         try:
             _check_file(path, record, verify)
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+            raise CheckpointError(f"{path}: cannot be read ({reason(error)})") from error
 
 
 def _check_file(path: Path, record: FileRecord, verify: Verify) -> None:

@@ -22,6 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from specter_jax.json_files import read_json_object
+from specter_jax.paths import naming
 
 DTYPES: Mapping[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -148,7 +149,7 @@ def read_tensor(path: Path, entry: TensorEntry, index: int | None = None) -> np.
         offset += index * prod(shape) * entry.dtype.itemsize
     array = np.empty(shape, entry.dtype)
     target = memoryview(array.reshape(-1).view(np.uint8))
-    with path.open("rb", buffering=0) as file:
+    with naming(path), path.open("rb", buffering=0) as file:
         file.seek(offset)
         done = 0
         while done < len(target):
@@ -188,7 +189,8 @@ class SafetensorsWriter:
         raw = json.dumps(header, separators=(",", ":")).encode()
         raw += b" " * (-(len(raw) + 8) % _PAGE_BYTES)
         self._file = self.path.open("wb")
-        self._file.write(struct.pack("<Q", len(raw)) + raw)
+        with naming(self.path):
+            self._file.write(struct.pack("<Q", len(raw)) + raw)
         return self
 
     def append(self, name: str, array: np.ndarray) -> None:
@@ -196,7 +198,9 @@ class SafetensorsWriter:
         expected = self._pending[self._next]
         if (name, array.dtype, array.shape) != (expected[0], np.dtype(expected[1]), expected[2]):
             raise ValueError(f"expected {expected}, got {(name, array.dtype, array.shape)}")
-        self._file.write(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+        content = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        with naming(self.path):
+            self._file.write(content)
         self._next += 1
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
@@ -206,7 +210,9 @@ class SafetensorsWriter:
                     raise ValueError(
                         f"{self.path}: {len(self._pending) - self._next} tensors missing"
                     )
-                self._file.flush()
-                os.fsync(self._file.fileno())
+                with naming(self.path):
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
         finally:
-            self._file.close()
+            with naming(self.path):
+                self._file.close()
