@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from specter_jax.checkpoint import MANIFEST_NAME
-from specter_jax.errors import CheckpointError, MissingFileError
+from specter_jax.errors import CheckpointError, InvalidRequestError, MissingFileError
+from specter_jax.paths import as_path, reason
 
 CACHE_VARIABLE = "SPECTER_CACHE"
 """Environment variable that names the directory of conversions."""
@@ -22,15 +23,23 @@ def resolve_checkpoint(
 ) -> Path:
     """The converted directory for `path`, converting a Hugging Face directory if need be.
 
-    Raises MissingFileError if there is no such directory, CheckpointError if it is neither a
-    converted nor a Hugging Face one, and whatever the conversion raises.
+    While another process converts it, this one waits and then uses the result.
+
+    Raises InvalidRequestError if an argument is no path or the cache cannot be used,
+    MissingFileError if there is no such directory, CheckpointError if it is neither a converted nor
+    a Hugging Face one or a file cannot be read or written, and whatever else the conversion raises.
     """
-    directory = Path(path)
-    if not directory.is_dir():
-        raise MissingFileError(f"{directory}: no such directory")
-    if (directory / MANIFEST_NAME).exists():
-        return directory
-    if not (directory / "config.json").exists():
+    directory = as_path("path", path)
+    try:
+        if not directory.is_dir():
+            what = "not a directory" if directory.exists() else "no such directory"
+            raise MissingFileError(f"{directory}: {what}; expected the directory of a model")
+        if (directory / MANIFEST_NAME).exists():
+            return directory
+        is_source = (directory / "config.json").exists()
+    except OSError as error:
+        raise CheckpointError(f"{directory}: cannot be read ({reason(error)})") from error
+    if not is_source:
         raise CheckpointError(
             f"{directory}: neither a converted model ({MANIFEST_NAME}) nor a Hugging Face one "
             "(config.json)"
@@ -39,16 +48,37 @@ def resolve_checkpoint(
     from convert import convert_checkpoint
 
     target = conversion_path(directory, cache_dir)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # A changed source replaces its earlier conversion.
-    convert_checkpoint(directory, target, force=True, progress=progress)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequestError(
+            f"{target.parent}: cannot keep conversions there ({reason(error)}); choose another "
+            f"directory with cache_dir or {CACHE_VARIABLE}"
+        ) from error
+    try:
+        # A changed source replaces its earlier conversion.
+        convert_checkpoint(directory, target, force=True, wait=True, progress=progress)
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or target}: {reason(error)}, while converting {directory} into "
+            f"{target.parent}"
+        ) from error
     return target
 
 
 def conversion_path(directory: Path, cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """Where the conversion of a Hugging Face directory is kept: by name and resolved path."""
     if cache_dir is None:
-        cache_dir = os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "specter-jax"
+        cache_dir = os.environ.get(CACHE_VARIABLE) or _default_cache()
     resolved = directory.resolve()
     digest = hashlib.sha256(str(resolved).encode()).hexdigest()[:12]
-    return Path(cache_dir) / f"{resolved.name}-{digest}"
+    return as_path("cache_dir", cache_dir) / f"{resolved.name}-{digest}"
+
+
+def _default_cache() -> Path:
+    try:
+        return Path.home() / ".cache" / "specter-jax"
+    except RuntimeError:  # neither $HOME nor an entry for the user
+        raise InvalidRequestError(
+            f"there is no home directory to keep conversions in; set cache_dir or {CACHE_VARIABLE}"
+        ) from None

@@ -1,13 +1,16 @@
 """From a directory to a converted one: converted once, kept, and redone when the source changes."""
 
+import errno
+import fcntl
 import json
+import os
 import shutil
 
 import pytest
 
 import specter_jax as sj
 from specter_jax.checkpoint import MANIFEST_NAME, open_checkpoint
-from specter_jax.errors import CheckpointError, MissingFileError
+from specter_jax.errors import CheckpointError, InvalidRequestError, MissingFileError
 from specter_jax.source import CACHE_VARIABLE, conversion_path, resolve_checkpoint
 from tests.conftest import TINY_SOURCE
 
@@ -41,6 +44,11 @@ def test_a_changed_source_is_converted_again(source, tmp_path):
     again = resolve_checkpoint(source, cache_dir=tmp_path / "cache")
     assert again == first
     assert open_checkpoint(first).config.eos_token_ids == (2,)
+    # Touching a file counts as a change too: the times of the weights stand for their contents.
+    fingerprint = open_checkpoint(first).manifest.source_fingerprint
+    os.utime(next(source.glob("*.safetensors")), ns=(0, 0))
+    assert resolve_checkpoint(source, cache_dir=tmp_path / "cache") == first
+    assert open_checkpoint(first).manifest.source_fingerprint != fingerprint
 
 
 def test_sources_of_one_name_have_their_own_conversions(tmp_path):
@@ -63,8 +71,66 @@ def test_what_is_no_model_is_refused_by_name(tmp_path, load):
     with pytest.raises(MissingFileError, match="no such directory"):
         load(tmp_path / "nowhere")
     (tmp_path / "file").write_text("x")
-    with pytest.raises(MissingFileError, match="file"):
+    with pytest.raises(MissingFileError, match="file: not a directory"):
         load(tmp_path / "file")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"neither .*config\.json"):
         load(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("argument", ["path", "cache_dir"])
+@pytest.mark.parametrize("value", [b"", b"model", 5, "", "a\0b", ["model"]])
+def test_what_is_no_path_is_refused(tmp_path, argument, value):
+    arguments = {"path": TINY_SOURCE, "cache_dir": tmp_path, argument: value}
+    with pytest.raises(InvalidRequestError, match=f"^{argument}=.*expected the path"):
+        resolve_checkpoint(arguments.pop("path"), **arguments)
+
+
+@pytest.mark.parametrize("value", [None, b"", 5, ""])
+def test_a_checkpoint_is_opened_by_path_only(value):
+    with pytest.raises(InvalidRequestError, match=r"^path="):
+        open_checkpoint(value)
+
+
+def test_a_name_too_long_is_a_typed_error(tmp_path):
+    for opened in (resolve_checkpoint, open_checkpoint):
+        with pytest.raises(CheckpointError, match="name too long"):
+            opened(tmp_path / ("x" * 300))
+    with pytest.raises(InvalidRequestError, match="name too long"):
+        resolve_checkpoint(TINY_SOURCE, cache_dir=tmp_path / ("x" * 300))
+
+
+def test_a_cache_that_is_a_file_is_refused_by_name(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InvalidRequestError, match=r"file: cannot keep .*cache_dir"):
+        resolve_checkpoint(TINY_SOURCE, cache_dir=tmp_path / "file")
+    with pytest.raises(InvalidRequestError, match=r"file/below: cannot keep"):
+        resolve_checkpoint(TINY_SOURCE, cache_dir=tmp_path / "file" / "below")
+
+
+def test_a_system_error_while_converting_is_typed_and_names_the_file(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device", "some/file")
+
+    monkeypatch.setattr("convert.convert_checkpoint", full, raising=False)
+    with pytest.raises(CheckpointError, match="some/file: No space left on device, while"):
+        resolve_checkpoint(TINY_SOURCE, cache_dir=tmp_path)
+
+
+def test_a_running_conversion_is_waited_for_and_used(tmp_path, tiny_directory):
+    target = conversion_path(TINY_SOURCE, tmp_path)
+    partial = target.with_name(f"{target.name}.partial")
+    partial.mkdir()
+    lock = os.open(partial, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    told = []
+
+    def the_other_one_finishes(what, done, total):
+        told.append(what)
+        shutil.copytree(tiny_directory, target)
+        partial.rmdir()
+        os.close(lock)
+
+    assert resolve_checkpoint(TINY_SOURCE, cache_dir=tmp_path, progress=the_other_one_finishes)
+    assert told == [f"waiting for another conversion into {target}"]
+    assert list(tmp_path.iterdir()) == [target]
