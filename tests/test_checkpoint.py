@@ -1,7 +1,9 @@
 """Reading a converted checkpoint: what was written comes back, and damage is named."""
 
 import json
+import logging
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from convert_cases import edit_json
 from safetensors import safe_open
 
 from convert import convert_checkpoint
-from specter_jax.checkpoint import FORMAT_VERSION, open_checkpoint, read_manifest
+from specter_jax.checkpoint import FORMAT_VERSION, open_checkpoint, orbax_io, read_manifest
 from specter_jax.config import ModelConfig
 from specter_jax.errors import (
     CheckpointError,
@@ -261,3 +263,32 @@ def test_directory_without_manifest_is_refused(tmp_path: Path) -> None:
 def test_unknown_way_to_verify_is_refused(original: Path) -> None:
     with pytest.raises(InvalidRequestError, match="verify"):
         open_checkpoint(original, verify="quick")
+
+
+def test_threads_left_by_an_interrupt_do_not_report_the_shutdown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reported: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: reported.append(str(args.exc_value)))
+    monkeypatch.setattr(logging.getLogger("absl"), "filters", [])
+    orbax_io._silence_shutdown.cache_clear()
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("orbax.checkpoint.Checkpointer.save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        orbax_io.save_tree(tmp_path / "x", {"x": np.zeros(3)})
+
+    def fail(message: str) -> None:
+        logging.getLogger("absl").error("thread raised an exception: %s", message)
+        raise RuntimeError(message)
+
+    for message in ("cannot schedule new futures after interpreter shutdown", "disk on fire"):
+        thread = threading.Thread(target=fail, args=(message,))
+        thread.start()
+        thread.join()
+    assert reported == ["disk on fire"]
+    assert [record.getMessage() for record in caplog.records if record.name == "absl"] == [
+        "thread raised an exception: disk on fire"
+    ]

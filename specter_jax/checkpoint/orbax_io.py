@@ -7,9 +7,12 @@ constants.
 """
 
 import contextlib
+import functools
 import json
 import logging
+import re
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -46,8 +49,33 @@ def _quiet() -> Iterator[None]:
     logger.setLevel(logging.CRITICAL)
     try:
         yield
+    except KeyboardInterrupt:
+        _silence_shutdown()
+        raise
     finally:
         logger.setLevel(before)
+
+
+_SHUTDOWN = re.compile("cannot schedule new futures after|Event loop is closed")
+
+
+@functools.cache
+def _silence_shutdown() -> None:
+    """Keeps Orbax's threads quiet that an interrupt leaves behind, once the program ends.
+
+    They would report at length, below the one line that says what happened, that nothing can be
+    started any more.
+    """
+    logging.getLogger("absl").addFilter(
+        lambda record: _SHUTDOWN.search(record.getMessage()) is None
+    )
+    before = threading.excepthook
+
+    def hook(arguments: Any) -> None:
+        if _SHUTDOWN.search(str(arguments.exc_value)) is None:
+            before(arguments)
+
+    threading.excepthook = hook
 
 
 def save_tree(path: Path, tree: Mapping[str, Any]) -> None:
