@@ -81,7 +81,8 @@ def profile(
         progress: called as `(what, done, total)`.
 
     Raises:
-        InvalidRequestError: the policy does not speculate, or an argument is out of range.
+        InvalidRequestError: the policy does not speculate, an argument is out of range, or the
+            context leaves every prompt only one new token.
     """
     from specter_jax.api import generate
 
@@ -125,11 +126,16 @@ def require_speculative(policy: str) -> None:
 
 
 def _point(depth: int, stats, num_moe_layers: int) -> DepthPoint:
+    if stats.tpot_ms is None:
+        raise InvalidRequestError(
+            "every output is one token long, which has no time per token; give a larger "
+            "max_context, a larger max_new_tokens or shorter prompts"
+        )
     uses = stats.resident_hits + stats.prefetch_hits + stats.demand_misses
     steps = max(stats.iterations, 1)
     return DepthPoint(
         depth=depth,
-        tpot_ms=stats.tpot_ms or 0.0,
+        tpot_ms=stats.tpot_ms,
         acceptance_rate=stats.acceptance_rate,
         tokens_per_iteration=1.0 + (stats.mean_accepted or 0.0),
         experts_per_layer=uses / (steps * num_moe_layers),

@@ -1,12 +1,14 @@
 """The depth profile and its figure."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
 from specter_jax.errors import InvalidRequestError
 from specter_jax.plots import plot_profile
 from specter_jax.profile import DepthPoint, Profile, profile
+from specter_jax.stats import StatsRecorder
 
 
 def made_up_profile():
@@ -65,6 +67,15 @@ def test_plain_decoding_alone_can_be_drawn(tmp_path):
 def test_other_kinds_of_file_are_refused(tmp_path):
     with pytest.raises(InvalidRequestError, match=r"\.svg, \.png"):
         plot_profile(made_up_profile(), tmp_path / "profile.gif")
+
+
+def test_outputs_of_one_token_have_no_time_per_token(monkeypatch):
+    """The context may end before the second token; a time of 0 would look like the best one."""
+    stats = StatsRecorder(sequences=1).summary()
+    monkeypatch.setattr("specter_jax.api.generate", lambda *_, **__: SimpleNamespace(stats=stats))
+    model = SimpleNamespace(config=SimpleNamespace(num_moe_layers=5))
+    with pytest.raises(InvalidRequestError, match="one token long"):
+        profile(model, ["x"], depths=(0,))
 
 
 def test_measuring_reports_working_set_and_acceptance(tiny_directory):
