@@ -8,16 +8,18 @@ from collections.abc import Iterable
 from specter_jax.errors import InvalidRequestError
 
 
-def as_integer(name: str, value: object, low: int, high: int | None = None) -> int:
-    """`value` as an int, NumPy's integers included.
+def as_integer(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
+    """`value` as an int, NumPy's integers included; a bound that is None does not apply.
 
     Raises InvalidRequestError naming the argument if it is no integer or not in low..high.
     """
-    wanted = f"an integer from {low} to {high}" if high is not None else f"an integer >= {low}"
+    wanted = "an integer"
+    if low is not None:
+        wanted += f" >= {low}" if high is None else f" from {low} to {high}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise InvalidRequestError(f"{name} is {value!r}; expected {wanted}")
     number = int(value)
-    if number < low or (high is not None and number > high):
+    if (low is not None and number < low) or (high is not None and number > high):
         raise InvalidRequestError(f"{name} is {number}; expected {wanted}")
     return number
 

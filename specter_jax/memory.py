@@ -144,7 +144,7 @@ def plan_memory(
 
 def _too_small(ledger: MemoryLedger, least: int, expert_slots: int | None) -> str:
     if expert_slots is not None:
-        return f"{expert_slots} expert slots are too few: one token needs {least} at least"
+        return f"expert_slots is {expert_slots}; one token needs {least} at least"
     needed = ledger.fixed_bytes + least * ledger.expert_bytes
     return (
         f"a budget of {format_size(ledger.budget_bytes)} is too small: this model needs at least "

@@ -191,8 +191,13 @@ def load(
     if isinstance(path, str | os.PathLike):
         directory = resolve_checkpoint(path, cache_dir=cache_dir, progress=progress)
         checkpoint = open_checkpoint(directory, verify=verify)
-    else:
+    elif hasattr(path, "load_shared"):
         checkpoint = path
+    else:
+        raise InvalidRequestError(
+            f"path is {path!r}; expected a directory or an open checkpoint, such as "
+            "convert.InMemoryCheckpoint"
+        )
     config = checkpoint.config
     ledger, runtime = plan(
         checkpoint,
@@ -251,7 +256,7 @@ def plan(
     config = checkpoint.config
     max_batch = as_integer("max_batch", max_batch, 1)
     if expert_slots is not None:
-        expert_slots = as_integer("expert_slots", expert_slots, 0)
+        expert_slots = as_integer("expert_slots", expert_slots)
     if max_context is None:
         max_context = min(config.max_context, DEFAULT_MAX_CONTEXT)
     max_context = as_integer("max_context", max_context, 2, config.max_context)

@@ -59,6 +59,12 @@ def test_load_refuses_it(tiny_directory, name, value):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("path", [None, b"", 5, [], ""])
+def test_load_refuses_what_is_no_path(path):
+    with pytest.raises(SpecterError, match=r"path|directory"):
+        sj.load(path)
+
+
 def test_numpy_numbers_and_iterables_are_taken(tiny_directory):
     model = load_tiny(tiny_directory)
     plain = sj.generate(model, ["a b"], max_new_tokens=3, depth=1)
