@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#666666"
 FORMATS = ("svg", "png", "pdf")
-INSTALL_HINT = "matplotlib is not installed; install it with: pip install 'specter-jax[plots]'"
+INSTALL_HINT = "matplotlib is not installed; install it with: pip install matplotlib"
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:

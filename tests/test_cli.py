@@ -364,3 +364,11 @@ def test_the_module_runs_as_the_command():
     assert finished.returncode == 0
     for option in ("--depth", "--policy", "--expert-slots", "--stop", "--trace"):
         assert option in finished.stdout
+
+
+def test_version_and_defaults_are_told(capsys):
+    for arguments, expected in ((["--version"], "specter "), (["generate", "--help"], "default 64")):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 0
+        assert expected in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """What the `specter` command accepts. Loads neither JAX nor transformers."""
 
 import argparse
+import importlib.metadata
 import re
 import reprlib
 from collections.abc import Callable
@@ -30,11 +31,20 @@ class Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `specter`; `options.command` names the module of `specter_jax.cli` to run."""
     parser = Parser(prog="specter", description="Mixture-of-experts inference on one GPU.")
+    parser.add_argument("--version", action="version", version=f"specter {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_info(commands)
     _add_profile(commands)
     return parser
+
+
+def _version() -> str:
+    """The installed version; "(not installed)" when run from a checkout."""
+    try:
+        return importlib.metadata.version("specter-jax")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def sampling_config(options: argparse.Namespace) -> SamplingConfig:
@@ -59,7 +69,13 @@ def _add_generate(commands: Any) -> None:
         metavar="FILE.jsonl",
         help='a JSON object a line, with "prompt", or "turns" of which the first is taken',
     )
-    parser.add_argument("--max-new-tokens", type=_positive, default=DEFAULT_NEW_TOKENS, metavar="N")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=_positive,
+        default=DEFAULT_NEW_TOKENS,
+        metavar="N",
+        help=f"most tokens per prompt (default {DEFAULT_NEW_TOKENS})",
+    )
     parser.add_argument(
         "--depth",
         type=_checked(_depth),
@@ -73,9 +89,27 @@ def _add_generate(commands: Any) -> None:
     sampling.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy"
     )
-    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    sampling.add_argument("--top-k", type=int, default=0, metavar="K")
-    sampling.add_argument("--seed", type=int, default=0, metavar="S")
+    sampling.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample among the most probable tokens that make up P (default 1: all)",
+    )
+    sampling.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="sample among the K most probable tokens (default 0: all)",
+    )
+    sampling.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="equal seeds give equal samples (default 0)",
+    )
     text = parser.add_argument_group("text")
     text.add_argument("--chat", action="store_true", help="use the tokenizer's chat template")
     text.add_argument(
@@ -118,9 +152,17 @@ def _add_profile(commands: Any) -> None:
     )
     _add_model(parser)
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", action="append", metavar="TEXT")
-    source.add_argument("--prompts", metavar="FILE.jsonl")
-    parser.add_argument("--max-new-tokens", type=_positive, default=DEFAULT_NEW_TOKENS, metavar="N")
+    source.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt to measure on")
+    source.add_argument(
+        "--prompts", metavar="FILE.jsonl", help="prompts to measure on (default: built-in ones)"
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        type=_positive,
+        default=DEFAULT_NEW_TOKENS,
+        metavar="N",
+        help=f"most tokens per prompt (default {DEFAULT_NEW_TOKENS})",
+    )
     _add_policy(parser)
     _add_memory(parser)
     parser.add_argument("--batch-size", type=_positive, default=1, metavar="B")
@@ -158,21 +200,29 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory", type=_checked(parse_size), metavar="SIZE", help="a budget, such as 16GiB"
     )
     budget.add_argument(
-        "--expert-slots", type=_positive, metavar="N", help="full-precision experts on the device"
+        "--expert-slots",
+        type=_positive,
+        metavar="N",
+        help="full-precision experts on the device (default, without a budget: all)",
     )
-    group.add_argument("--dtype", choices=DTYPES, default=DTYPES[0])
+    group.add_argument(
+        "--dtype", choices=DTYPES, default=DTYPES[0], help=f"of computation (default {DTYPES[0]})"
+    )
     _add_context(group)
     group.add_argument(
         "--verify",
         choices=("sizes", "checksums"),
         default="sizes",
-        help="how the model's files are checked",
+        help="how the model's files are checked (default sizes)",
     )
 
 
 def _add_context(parser: Any) -> None:
     parser.add_argument(
-        "--max-context", type=_positive, metavar="N", help="longest prompt and output, tokens"
+        "--max-context",
+        type=_positive,
+        metavar="N",
+        help="longest prompt and output, tokens (default: the model's, at most 4096)",
     )
 
 

@@ -87,7 +87,9 @@ class Progress:
     def __call__(self, what: str, done: int, total: int) -> None:
         """`done` of `total` steps of `what` are finished."""
         if self._shown:
-            print(f"\r\033[K{what} {done}/{total}", end="", file=sys.stderr, flush=True)
+            # A finished step clears its line, for text may follow.
+            shown = f"{what} {done}/{total}" if done < total else ""
+            print(f"\r\033[K{shown}", end="", file=sys.stderr, flush=True)
 
     def __enter__(self) -> "Progress":
         if self._shown:
