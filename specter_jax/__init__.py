@@ -15,6 +15,7 @@ _HOMES = {
     "SpecterError": "specter_jax.errors",
     "Stats": "specter_jax.stats",
     "Trace": "specter_jax.trace",
+    "draft_chunk": "specter_jax.models",
     "draft_step": "specter_jax.models",
     "generate": "specter_jax.api",
     "init_kv": "specter_jax.models",

@@ -11,6 +11,7 @@ from specter_jax.models.decoder import (
 from specter_jax.models.functions import (
     VerifyOutputs,
     count_misses,
+    draft_chunk,
     draft_step,
     last_logits,
     layer_name,
@@ -28,6 +29,7 @@ __all__ = [
     "close_layer",
     "count_misses",
     "dense_layer",
+    "draft_chunk",
     "draft_step",
     "embed",
     "finish_layer",

@@ -203,3 +203,27 @@ def draft_step(
         hidden = close_layer(config, weights, routed, total[:, None])
         experts.append(routed.experts[:, 0])
     return head(config, shared, hidden)[:, 0], jnp.stack(experts), tuple(layers)
+
+
+def draft_chunk(
+    config: ModelConfig,
+    params: Params,
+    kv: KV,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    active: jax.Array,
+    num_steps: int,
+) -> tuple[jax.Array, jax.Array, KV]:
+    """Several greedy draft steps, each fed with the token before: `draft_step` in a row.
+
+    Arguments as in `draft_step`; num_steps is static. Returns the drafted tokens int32 [batch,
+    num_steps], experts int32 [moe_layers, batch, num_steps, k] and the cache.
+    """
+    drafted, chosen = [], []
+    # Unrolled: a loop's iteration on a GPU costs more than it saves in compilation.
+    for step in range(num_steps):
+        logits, experts, kv = draft_step(config, params, kv, tokens, lengths + step, active)
+        tokens = jnp.argmax(logits, -1).astype(jnp.int32)
+        drafted.append(tokens)
+        chosen.append(experts)
+    return jnp.stack(drafted, 1), jnp.stack(chosen, 2), kv
