@@ -367,7 +367,8 @@ def test_the_module_runs_as_the_command():
 
 
 def test_version_and_defaults_are_told(capsys):
-    for arguments, expected in ((["--version"], "specter "), (["generate", "--help"], "default 64")):
+    cases = ((["--version"], "specter "), (["generate", "--help"], "default 64"))
+    for arguments, expected in cases:
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 0
