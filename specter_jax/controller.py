@@ -78,8 +78,8 @@ def parse_depth(depth: int | str) -> int | None:
         return as_integer("depth", number, PLAIN_DEPTH, MAX_DEPTH)
     except InvalidRequestError:
         raise InvalidRequestError(
-            f"depth is {depth!r}; expected an integer from 0 (no speculation) to {MAX_DEPTH}, "
-            'or "auto"'
+            f"depth is {depth!r}; expected an integer from 0 to {MAX_DEPTH} (0 does not "
+            'speculate), or "auto"'
         ) from None
 
 

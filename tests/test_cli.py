@@ -154,7 +154,7 @@ BAD = {
     "nameless plot": (("profile", "{model}", "--plot", ""), "cannot draw"),
     "no such model": (("generate", "nowhere", "--prompt", "a"), "nowhere: no such directory"),
     "no such prompts": ((*GENERATE, "--prompts", "gone.jsonl"), "gone.jsonl"),
-    "depth": ((*GENERATE, "--prompt", "a", "--depth", "17"), "from 0 (no speculation) to 16"),
+    "depth": ((*GENERATE, "--prompt", "a", "--depth", "17"), "from 0 to 16"),
     "policy": ((*GENERATE, "--prompt", "a", "--policy", "magic"), "unknown policy 'magic'"),
     "dtype": ((*GENERATE, "--prompt", "a", "--dtype", "int4"), "invalid choice"),
     "temperature": ((*GENERATE, "--prompt", "a", "--temperature", "-1"), "temperature"),
@@ -174,7 +174,7 @@ BAD = {
     ),
     "stats nowhere": ((*GENERATE, "--prompt", "a", "--stats", "no/such/f.json"), "--stats"),
     "budget too small": ((*GENERATE, "--prompt", "a", "--gpu-memory", "1MiB"), "too small"),
-    "slots too few": ((*GENERATE, "--prompt", "a", "--expert-slots", "1"), "too few"),
+    "slots too few": ((*GENERATE, "--prompt", "a", "--expert-slots", "1"), "one token needs 4"),
     "long prompt": (
         (*GENERATE, "--prompt", "a b c d e f g h", "--max-context", "4"),
         "context holds 4",
