@@ -7,9 +7,10 @@ in the memory set aside for them (no overfetch):
 
     L * k * t_io <= T_draft     and     L * k <= slots
 
-with k experts per layer and t_io the time to move one. The paper assumes the same k in every
-layer; here the number of loads of each layer is known from the draft's prediction, so the sums
-over the layers below L take the place of L * k. With equal loads both are the same.
+with k experts per layer and t_io the time to move one. The two constraints come from published
+descriptions of the method and were not checked against the paper's text. They assume the same k in
+every layer; here the number of loads of each layer is known from the draft's prediction, so the
+sums over the layers below L take the place of L * k. With equal loads both are the same.
 """
 
 from __future__ import annotations
