@@ -28,12 +28,11 @@ from scripts.prompt_sets import (
     read_cases,
 )
 from specter_jax.cli.session import prepare_environment
+from specter_jax.controller import PLAIN_DEPTH
 
 if TYPE_CHECKING:
     from specter_jax.model import Model
     from specter_jax.stats import Stats
-
-PLAIN_DEPTH = 0
 
 
 def first_difference(expected: list[int], got: list[int]) -> int | None:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import jax
 
-CACHE_VARIABLE = "SPECTER_CACHE"
-"""Environment variable that names the directory of what this package keeps between runs."""
+from specter_jax.errors import InvalidRequestError
+from specter_jax.paths import cache_root
 
 _MIN_COMPILE_SECONDS = 0.2
-
-
-def cache_root() -> Path:
-    """Where conversions and compiled programs are kept."""
-    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "specter-jax")
 
 
 def keep_compiled_programs() -> None:
     """Turns JAX's compilation cache on for this process, unless one is set already.
 
-    An unset cache means minutes of compilation in every process that runs a large model.
+    An unset cache means minutes of compilation in every process that runs a large model. Without
+    a directory to keep programs in, it stays off.
     """
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache_root() / "compiled"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_SECONDS)
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    try:
+        directory = cache_root() / "compiled"
+    except InvalidRequestError:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_SECONDS)

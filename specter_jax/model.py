@@ -28,13 +28,11 @@ from specter_jax.errors import BudgetError, InvalidRequestError
 from specter_jax.memory import MemoryLedger, plan_memory
 from specter_jax.offload import DEFAULT_POLICY, get_policy, make_eviction
 from specter_jax.parameter_sizes import parameter_sizes
-from specter_jax.runtime_config import RuntimeConfig
+from specter_jax.runtime_config import DTYPES, RuntimeConfig
 from specter_jax.sizes import parse_size
 from specter_jax.source import resolve_checkpoint
 from specter_jax.stats import StatsRecorder
 from specter_jax.trace import NullTrace, Tracer
-
-DTYPES = ("bfloat16", "float32")
 
 DEFAULT_MAX_CONTEXT = 4096
 """Longest prompt plus output that memory is set aside for, unless the model's context is less."""

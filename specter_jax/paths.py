@@ -9,6 +9,21 @@ from typing import Any
 from specter_jax.config.checks import shown
 from specter_jax.errors import InvalidRequestError
 
+CACHE_VARIABLE = "SPECTER_CACHE"
+"""Environment variable that names the directory of what this package keeps between runs."""
+
+
+def cache_root() -> Path:
+    """Where conversions and compiled programs are kept; InvalidRequestError without a home."""
+    if os.environ.get(CACHE_VARIABLE):
+        return Path(os.environ[CACHE_VARIABLE])
+    try:
+        return Path.home() / ".cache" / "specter-jax"
+    except RuntimeError:  # neither $HOME nor an entry for the user
+        raise InvalidRequestError(
+            f"there is no home directory to keep conversions in; set cache_dir or {CACHE_VARIABLE}"
+        ) from None
+
 
 def as_path(name: str, value: Any) -> Path:
     """A caller's argument as a path; InvalidRequestError if it is none."""

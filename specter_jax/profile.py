@@ -10,14 +10,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from specter_jax.controller import DEPTH_BUCKETS
 from specter_jax.errors import InvalidRequestError
 from specter_jax.offload import DEFAULT_POLICY, get_policy
 
 if TYPE_CHECKING:
     from specter_jax.model import Model
 
-PLAIN_DEPTH = 0
-PROFILE_DEPTHS = (PLAIN_DEPTH, 1, 2, 4, 8, 16)
 
 Progress = Callable[[str, int, int], None]
 
@@ -67,7 +66,7 @@ def profile(
     prompts: Sequence[str] | Sequence[Sequence[int]],
     *,
     max_new_tokens: int = 64,
-    depths: Sequence[int] = PROFILE_DEPTHS,
+    depths: Sequence[int] = DEPTH_BUCKETS,
     policy: str = DEFAULT_POLICY,
     progress: Progress | None = None,
 ) -> Profile:

@@ -7,6 +7,9 @@ import dataclasses
 MAX_DEPTH = 16
 """Deepest speculation that is compiled for; verification then runs 17 positions."""
 
+DTYPES = ("bfloat16", "float32")
+"""Types of computation; the first is the usual one, the second checks it."""
+
 KV_SLACK = MAX_DEPTH + 2
 """KV entries beyond the longest sequence: a verification may write past what is kept."""
 

@@ -9,10 +9,7 @@ from typing import Any
 
 from specter_jax.checkpoint import MANIFEST_NAME
 from specter_jax.errors import CheckpointError, InvalidRequestError, MissingFileError
-from specter_jax.paths import as_path, reason
-
-CACHE_VARIABLE = "SPECTER_CACHE"
-"""Environment variable that names the directory of conversions."""
+from specter_jax.paths import CACHE_VARIABLE, as_path, cache_root, reason
 
 
 def resolve_checkpoint(
@@ -69,16 +66,7 @@ def resolve_checkpoint(
 def conversion_path(directory: Path, cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """Where the conversion of a Hugging Face directory is kept: by name and resolved path."""
     if cache_dir is None:
-        cache_dir = os.environ.get(CACHE_VARIABLE) or _default_cache()
+        cache_dir = cache_root()
     resolved = directory.resolve()
     digest = hashlib.sha256(str(resolved).encode()).hexdigest()[:12]
     return as_path("cache_dir", cache_dir) / f"{resolved.name}-{digest}"
-
-
-def _default_cache() -> Path:
-    try:
-        return Path.home() / ".cache" / "specter-jax"
-    except RuntimeError:  # neither $HOME nor an entry for the user
-        raise InvalidRequestError(
-            f"there is no home directory to keep conversions in; set cache_dir or {CACHE_VARIABLE}"
-        ) from None

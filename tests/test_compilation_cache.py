@@ -3,7 +3,8 @@
 import jax
 import pytest
 
-from specter_jax.compilation import cache_root, keep_compiled_programs
+from specter_jax.compilation import keep_compiled_programs
+from specter_jax.paths import cache_root
 
 
 @pytest.fixture
@@ -25,3 +26,13 @@ def test_a_cache_of_the_user_s_is_left_alone(unset_cache):
     jax.config.update("jax_compilation_cache_dir", "elsewhere")
     keep_compiled_programs()
     assert jax.config.jax_compilation_cache_dir == "elsewhere"
+
+
+def test_without_a_home_nothing_is_kept_and_nothing_fails(unset_cache, monkeypatch):
+    def no_home():
+        raise RuntimeError("no home")
+
+    monkeypatch.delenv("SPECTER_CACHE")
+    monkeypatch.setattr("pathlib.Path.home", no_home)
+    keep_compiled_programs()
+    assert jax.config.jax_compilation_cache_dir is None

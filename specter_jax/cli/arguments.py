@@ -7,15 +7,14 @@ import reprlib
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from specter_jax.controller import parse_depth
+from specter_jax.controller import AUTO, parse_depth
 from specter_jax.errors import SpecterError
 from specter_jax.offload import DEFAULT_POLICY, POLICIES, get_policy
+from specter_jax.runtime_config import DTYPES
 from specter_jax.sampling_config import SamplingConfig
 from specter_jax.sizes import parse_size
 
 EXIT_ERROR = 2
-AUTO = "auto"
-DTYPES = ("bfloat16", "float32")
 DEFAULT_NEW_TOKENS = 64
 # Largest of any count on the command line; counts are 32-bit integers on the device.
 MAX_NUMBER = 2**31 - 1

@@ -15,11 +15,9 @@ if TYPE_CHECKING:
     from specter_jax.model import Model
 
 # Set before JAX starts, unless the user did. The first lets the budget, not JAX, decide how much
-# of the device's memory is taken; the others keep compiled programs for the next run.
+# of the device's memory is taken; the others keep libraries from talking.
 ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    "JAX_COMPILATION_CACHE_DIR": str(Path.home() / ".cache" / "specter-jax" / "compiled"),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -61,15 +62,14 @@ class Context:
     def shared(self) -> dict[str, Any]:
         return self.params["shared"]
 
-    def representative(self, layer: int) -> int:
-        """The first decoder layer that runs the same program: equal kind and attention window."""
+    @functools.cached_property
+    def representatives(self) -> tuple[int, ...]:
+        """Per decoder layer the first one that runs the same program: equal kind and window."""
         config = self.config
-        return next(
-            other
-            for other in range(config.num_layers)
-            if config.is_moe(other) == config.is_moe(layer)
-            and config.windows[other] == config.windows[layer]
-        )
+        kinds = [
+            (config.is_moe(layer), config.windows[layer]) for layer in range(config.num_layers)
+        ]
+        return tuple(kinds.index(kind) for kind in kinds)
 
     def layer_params(self, layer: int) -> dict[str, Any]:
         """Shared parameters of decoder layer `layer`."""

@@ -51,7 +51,7 @@ def run_layers(
     waiting = False
     prompt = run.resident_before is None
     for layer in range(start_layer, ctx.config.num_layers):
-        kind = ctx.representative(layer)
+        kind = ctx.representatives[layer]
         params = ctx.layer_params(layer)
         if not ctx.config.is_moe(layer):
             hidden, kv[layer] = ctx.programs.dense(

@@ -66,7 +66,7 @@ def _warm_experts(ctx: Context, state: DecodeState, num_tokens: int, *, prompt: 
         params, row = ctx.layer_params(layer), ctx.pool.table()[m]
         hidden = ctx.programs.embed(ctx.shared, np.zeros(shape, np.int32))
         routed, _, kv[layer] = ctx.programs.route(
-            ctx.representative(layer),
+            ctx.representatives[layer],
             prompt,
             params,
             kv[layer],
