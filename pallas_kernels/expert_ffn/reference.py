@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -34,6 +36,23 @@ def expert_ffn(
     compute_dtype: products take this type and accumulate in float32. Returns float32
     [rows, hidden].
     """
+
+    def packed(expert: jax.Array) -> jax.Array:
+        return lax.dynamic_index_in_dim(slots, slot_row[expert], keepdims=False)
+
+    return sum_experts(x, experts, weights, packed, slot_row, accumulate, compute_dtype)
+
+
+def sum_experts(
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    packed: Callable[[jax.Array], jax.Array],
+    slot_row: jax.Array,
+    accumulate: jax.Array | None,
+    compute_dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    """As `expert_ffn`; `packed(expert)` gives a resident expert's weights [3 * inner * hidden]."""
     rows, hidden = x.shape
     if accumulate is None:
         accumulate = jnp.zeros((rows, hidden), jnp.float32)
@@ -52,8 +71,7 @@ def expert_ffn(
 
     def add_expert(i: jax.Array, total: jax.Array) -> jax.Array:
         expert = order[i]
-        packed = lax.dynamic_index_in_dim(slots, slot_row[expert], keepdims=False)
-        gate_up, down = _unpack(packed.astype(compute_dtype), hidden)
+        gate_up, down = _unpack(packed(expert).astype(compute_dtype), hidden)
         chosen = experts == expert
         weight = jnp.where(chosen, weights, 0.0).sum(-1, keepdims=True)
         row_chosen = chosen.any(-1, keepdims=True)

@@ -1,0 +1,73 @@
+"""Nested expert FFN: one signature, and the choice of who computes it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import tuning
+from pallas_kernels.nested_ffn import reference
+
+if importlib.util.find_spec("pallas_kernels.nested_ffn.pallas_triton"):
+    from pallas_kernels.nested_ffn import pallas_triton
+    from pallas_kernels.nested_ffn.config import config_for, unsupported_reason
+else:
+    pallas_triton = None
+
+Implementation = Literal["pallas", "reference"]
+
+
+def nested_ffn(
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    slots: jax.Array,
+    slot_row: jax.Array,
+    draft: Mapping[str, jax.Array],
+    accumulate: jax.Array | None = None,
+    compute_dtype: jax.typing.DTypeLike = jnp.float32,
+    *,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Weighted sum of each row's chosen experts; arrays as in `reference.nested_ffn`.
+
+    implementation: None takes the kernels on an NVIDIA GPU where they support the sizes, and the
+    reference otherwise.
+
+    Raises:
+        NotImplementedError: `implementation="pallas"` cannot run this; the text says why.
+        ValueError: unknown implementation.
+    """
+    arguments = (x, experts, weights, slots, slot_row, draft, accumulate, compute_dtype)
+    hidden = x.shape[1]
+    inner = draft["gate_up_codes"].shape[1] // 2
+    dtype_name = jnp.dtype(compute_dtype).name
+    if pallas_triton is None:
+        reason = "there is no kernel"
+    elif not tuning.is_cuda_gpu():
+        reason = f"needs an NVIDIA GPU, the default device is {tuning.device_kind()}"
+    else:
+        reason = unsupported_reason(hidden, inner, dtype_name)
+    if implementation is None:
+        implementation = "reference" if reason else "pallas"
+    if implementation == "reference":
+        return reference.nested_ffn(*arguments)
+    if implementation != "pallas":
+        raise ValueError(
+            f'implementation must be "pallas", "reference" or None, got {implementation!r}'
+        )
+    if reason:
+        raise NotImplementedError(f"nested_ffn by Pallas: {reason}")
+    config = config_for(
+        hidden,
+        inner,
+        dtype_name,
+        tuning.device_kind(),
+        num_choices=experts.size,
+        num_experts=slot_row.shape[0],
+    )
+    return pallas_triton.nested_ffn(*arguments, config=config)
