@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.constants import NOT_RESIDENT
 from pallas_kernels.expert_ffn import expert_ffn
+from pallas_kernels.nested_ffn import nested_ffn
 from specter_jax.config import ModelConfig
 from specter_jax.models.attention_gqa import GroupedQueryAttention
 from specter_jax.models.attention_mla import LatentAttention
@@ -189,26 +190,35 @@ def accumulate_experts(
     slot_row: jax.Array,
     group_mask: jax.Array | None = None,
     accumulated: jax.Array | None = None,
+    draft: LayerParams | None = None,
 ) -> jax.Array:
     """Adds the chosen and resident experts among `group_mask` to `accumulated`.
 
     The result has the same bits as one pass over all experts when groups are disjoint and come in
-    ascending order of expert id. slots: [num_slots, 3 * inner * hidden]. slot_row: int32
-    [num_experts], this layer's row of the slot table. group_mask: bool [num_experts] or None for
-    all. accumulated: float32 [batch, tokens, hidden] or None for zeros. Returns the like.
+    ascending order of expert id. slots: [num_slots, 3 * inner * hidden], or nested words int32
+    [num_slots, words]. slot_row: int32 [num_experts], this layer's row of the slot table.
+    group_mask: bool [num_experts] or None for all. accumulated: float32 [batch, tokens, hidden] or
+    None for zeros. draft: this layer's draft experts, needed where slots hold nested words. Returns
+    the like of accumulated.
     """
     hidden = routed.moe_input.shape[-1]
     if group_mask is not None:
         slot_row = jnp.where(group_mask, slot_row, NOT_RESIDENT)
-    total = expert_ffn(
+    rows = (
         routed.moe_input.reshape(-1, hidden),
         routed.experts.reshape(-1, config.top_k),
         routed.weights.reshape(-1, config.top_k),
         slots,
         slot_row,
-        None if accumulated is None else accumulated.reshape(-1, hidden),
+    )
+    options = dict(
+        accumulate=None if accumulated is None else accumulated.reshape(-1, hidden),
         compute_dtype=routed.moe_input.dtype,
     )
+    if slots.dtype == jnp.int32:
+        total = nested_ffn(*rows, draft, **options)
+    else:
+        total = expert_ffn(*rows, **options)
     return total.reshape(routed.moe_input.shape)
 
 
@@ -239,12 +249,13 @@ def finish_layer(
     routed: Routed,
     slots: jax.Array,
     slot_row: jax.Array,
+    draft: LayerParams | None = None,
 ) -> jax.Array:
     """Routed experts, shared expert and residual: `close_layer` of `accumulate_experts`.
 
     Products take the dtype of the hidden state. Returns the next layer's hidden state.
     """
-    accumulated = accumulate_experts(config, routed, slots, slot_row)
+    accumulated = accumulate_experts(config, routed, slots, slot_row, draft=draft)
     accumulated = jax.lax.optimization_barrier(accumulated)
     return close_layer(config, layer_params, routed, accumulated)
 

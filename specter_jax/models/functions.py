@@ -75,10 +75,11 @@ def verify(
     A token's bits do not depend on how many tokens or sequences come with it, provided tokens >= 2
     (pad with a masked token).
 
-    params: {"shared": ..., "draft": ...}; only shared is used. slots: [num_slots, expert
-    elements]. slot_table: int32 [moe_layers, num_experts], a slot or `NOT_RESIDENT`. tokens:
-    int32 [batch, tokens]; token t of row b stands at position lengths[b] + t. lengths: int32
-    [batch], with lengths + tokens at most the cache's capacity. token_mask: bool [batch, tokens].
+    params: {"shared": ..., "draft": ...}; draft is used where slots hold nested words only.
+    slots: [num_slots, expert elements], or nested words int32 [num_slots, words]. slot_table:
+    int32 [moe_layers, num_experts], a slot or `NOT_RESIDENT`. tokens: int32 [batch, tokens]; token
+    t of row b stands at position lengths[b] + t. lengths: int32 [batch], with lengths + tokens at
+    most the cache's capacity. token_mask: bool [batch, tokens].
     """
     hidden, outputs, kv = _target(
         config, params, kv, slots, slot_table, tokens, lengths, token_mask, prompt=False
@@ -155,7 +156,9 @@ def _target(
         slot_row = slot_table[config.moe_index(layer)]
         entering.append(hidden)
         routed, layers[layer] = optimization_barrier(route_layer(*args, prompt=prompt))
-        total = optimization_barrier(accumulate_experts(config, routed, slots, slot_row))
+        draft = params["draft"][layer_name(layer)] if slots.dtype == jnp.int32 else None
+        total = accumulate_experts(config, routed, slots, slot_row, draft=draft)
+        total = optimization_barrier(total)
         closed = close_layer(config, weights, routed, total)
         hidden = optimization_barrier(closed)
         experts.append(routed.experts)
