@@ -9,6 +9,8 @@ from specter_jax.errors import UnknownPolicyError
 from specter_jax.offload import (
     DEFAULT_POLICY,
     POLICIES,
+    SYSTEM_POLICIES,
+    LayerLruEviction,
     LookaheadEviction,
     LruEviction,
     cutoff_layer,
@@ -21,14 +23,15 @@ from specter_jax.offload import (
 def test_names_and_default():
     assert set(POLICIES) == {"lru", "lru-s", "sp-e", "sp-l", "lookahead"}
     assert DEFAULT_POLICY == "lookahead"
-    assert all(get_policy(name).name == name for name in POLICIES)
+    assert set(SYSTEM_POLICIES) == {"mo", "mo-sm", "specmoeoff"}
+    assert all(get_policy(name).name == name for name in POLICIES | SYSTEM_POLICIES)
 
 
 def test_unknown_name_lists_the_known_ones():
     with pytest.raises(UnknownPolicyError) as error:
         get_policy("mru")
     assert "'mru'" in str(error.value)
-    assert all(name in str(error.value) for name in POLICIES)
+    assert all(name in str(error.value) for name in POLICIES | SYSTEM_POLICIES)
     assert "\n" not in str(error.value)
 
 
@@ -40,12 +43,16 @@ def test_unknown_name_lists_the_known_ones():
         ("sp-e", True, "next_layer", LruEviction, False),
         ("sp-l", True, "draft", LruEviction, True),
         ("lookahead", True, "draft", LookaheadEviction, False),
+        ("mo", False, "next_layer", LayerLruEviction, False),
+        ("mo-sm", True, "next_layer", LayerLruEviction, False),
+        ("specmoeoff", True, "none", LruEviction, False),
     ],
 )
 def test_what_each_policy_does(name, speculative, prefetch, kind, use_cutoff):
     spec = get_policy(name)
     assert (spec.speculative, spec.prefetch, spec.use_cutoff) == (speculative, prefetch, use_cutoff)
-    assert isinstance(make_eviction(spec, num_layers=2, num_experts=4), kind)
+    assert type(make_eviction(spec, num_layers=2, num_experts=4)) is kind
+    assert spec.whole_layers == (name == "specmoeoff")
 
 
 def test_loads_come_in_layer_order_most_counted_first():

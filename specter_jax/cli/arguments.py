@@ -13,6 +13,7 @@ from specter_jax.offload import DEFAULT_POLICY, POLICIES, get_policy
 from specter_jax.runtime_config import DTYPES
 from specter_jax.sampling_config import SamplingConfig
 from specter_jax.sizes import parse_size
+from specter_jax.systems import SYSTEMS, get_system
 
 EXIT_ERROR = 2
 DEFAULT_NEW_TOKENS = 64
@@ -25,6 +26,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_ERROR, f"error: {message} (see {self.prog} --help)\n")
+
+
+class _SystemAction(argparse.Action):
+    """Sets the policy and the depth of a named system."""
+
+    def __call__(self, parser, namespace, value, option_string=None) -> None:
+        for name, setting in value.options.items():
+            setattr(namespace, name, setting)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -83,6 +92,14 @@ def _add_generate(commands: Any) -> None:
         help="tokens drafted before each verification, 0 to 16; 0 is plain decoding (default auto)",
     )
     _add_policy(parser)
+    parser.add_argument(
+        "--system",
+        action=_SystemAction,
+        type=_checked(get_system),
+        metavar="NAME",
+        help="--policy and --depth of a system of the evaluation, which may follow to change them: "
+        f"one of {', '.join(SYSTEMS)}",
+    )
     _add_memory(parser)
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(

@@ -75,15 +75,15 @@ def run_layers(
         with timed, ctx.trace.span("waits", "routing", layer=layer):
             experts, next_experts = (None if x is None else np.asarray(x) for x in on_host)
         chosen[m] = experts
-        needed = distinct_experts(experts, ctx.config.num_experts)
+        used = distinct_experts(experts, ctx.config.num_experts)
         ahead = _LookAhead(ctx, run, m, next_experts)
         misses_before = ctx.recorder.demand_misses
-        hidden = _apply_experts(ctx, params, m, routed, needed, run, ahead)
+        hidden = _apply_experts(ctx, params, m, routed, used, run, ahead)
         # Slot writes have freed staging buffers by now.
         ahead.top_up()
         waiting = ctx.recorder.demand_misses > misses_before
         if run.resident_before is not None:
-            ctx.eviction.observe_layer(m, needed)
+            ctx.eviction.observe_layer(m, used)
     return hidden, tuple(kv), chosen
 
 
@@ -127,19 +127,24 @@ def _apply_experts(
     params: Any,
     m: int,
     routed: Any,
-    needed: np.ndarray,
+    used: np.ndarray,
     run: Pass,
     ahead: _LookAhead,
 ) -> jax.Array:
     """The routed experts of MoE layer m, in one group if they fit, else in turns by expert id."""
     pool = ctx.pool
-    missing = [e for e in needed.tolist() if pool.cache.slot_table[m, e] < 0]
+    draft = ctx.decoding_draft(m)
+    needed = used
     if run.resident_before is not None:
-        _count_uses(ctx, m, needed, missing, run.resident_before)
+        missing = [e for e in used.tolist() if pool.cache.slot_table[m, e] < 0]
+        _count_uses(ctx, m, used, missing, run.resident_before)
+        if ctx.policy.whole_layers:
+            needed = np.arange(ctx.config.num_experts)
+    missing = [e for e in needed.tolist() if pool.cache.slot_table[m, e] < 0]
     if not missing or len(needed) <= min(run.group_size, pool.num_slots):
         with ctx.trace.span("verification", "experts", layer=m, experts=len(needed)):
             _bring(ctx, m, needed, missing, ahead)
-            hidden = ctx.programs.experts(params, routed, pool.slots, pool.table()[m])
+            hidden = ctx.programs.experts(params, routed, pool.slots, pool.table()[m], draft)
         pool.cache.unpin(m, needed)
         _discard_passed(ctx, m)
         return hidden
@@ -154,7 +159,9 @@ def _apply_experts(
             _bring(ctx, m, group, absent, ahead, [(m, e) for e in following])
             in_group = np.zeros(ctx.config.num_experts, bool)
             in_group[group] = True
-            total = ctx.programs.accumulate(routed, pool.slots, pool.table()[m], in_group, total)
+            total = ctx.programs.accumulate(
+                routed, pool.slots, pool.table()[m], in_group, total, draft
+            )
         pool.cache.unpin(m, group)
     _discard_passed(ctx, m)
     return ctx.programs.close(params, routed, total)

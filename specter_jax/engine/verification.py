@@ -155,11 +155,14 @@ def _layers_and_head(
     # Past its cut-off layer, `sp-l` loads on demand.
     guesses = ctx.policy.prefetch == "draft" and not ctx.policy.use_cutoff
     guess = drafted.predicted if guesses else None
+    predicted = None if guess is None else guess.predicted
+    if ctx.policy.whole_layers:
+        predicted = np.ones(ctx.pool.cache.slot_table.shape, bool)
     run = Pass(
         lengths=state.lengths,
         mask=state.active[:, None] & (np.arange(tokens.shape[1]) <= drafted.num_drafted[:, None]),
         group_size=ctx.pool.num_slots,
-        predicted=None if guess is None else guess.predicted,
+        predicted=predicted,
         counts=None if guess is None else guess.counts,
         resident_before=resident_before,
     )

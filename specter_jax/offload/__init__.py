@@ -3,12 +3,13 @@
 from specter_jax.offload.cache import ExpertCache, Placement
 from specter_jax.offload.cutoff import cutoff_layer
 from specter_jax.offload.elb import ExpertLookaheadBuffer, Snapshot
-from specter_jax.offload.eviction import EvictionPolicy, LruEviction
+from specter_jax.offload.eviction import EvictionPolicy, LayerLruEviction, LruEviction
 from specter_jax.offload.lookahead import LookaheadEviction
 from specter_jax.offload.plans import plan_loads, prefetch_admission
 from specter_jax.offload.policies import (
     DEFAULT_POLICY,
     POLICIES,
+    SYSTEM_POLICIES,
     PolicySpec,
     get_policy,
     make_eviction,
@@ -17,9 +18,11 @@ from specter_jax.offload.policies import (
 __all__ = [
     "DEFAULT_POLICY",
     "POLICIES",
+    "SYSTEM_POLICIES",
     "EvictionPolicy",
     "ExpertCache",
     "ExpertLookaheadBuffer",
+    "LayerLruEviction",
     "LookaheadEviction",
     "LruEviction",
     "Placement",

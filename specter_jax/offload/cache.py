@@ -1,9 +1,12 @@
 """The expert cache's bookkeeping: which expert is in which slot, and who leaves for whom.
 
-One pool of slots serves all layers. This module knows no device memory: it decides placements,
-the engine moves the bytes and passes `slot_table` to the device functions. "Layer" is the MoE
-index. Invariants: every resident expert has exactly one slot, no two share one, resident experts
-and free slots add up to `num_slots`.
+One pool of slots serves all layers. An eviction order may ask for equal shares instead
+(`per_layer`): the layer furthest beyond its share gives way first. A layer that needs more at once
+than its share borrows, and the next layers to load take back what was borrowed.
+
+This module knows no device memory: it decides placements, the engine moves the bytes and passes
+`slot_table` to the device functions. "Layer" is the MoE index. Invariants: every resident expert
+has exactly one slot, no two share one, resident experts and free slots add up to `num_slots`.
 """
 
 from __future__ import annotations
@@ -244,10 +247,37 @@ class ExpertCache:
                 f"{len(slots)} hold experts that may be evicted: give more expert slots or memory"
             )
         value = self.eviction.retention(next_layer).reshape(-1)[self._owner[slots]]
+        if self.eviction.per_layer:
+            return self._by_share(count, layer, slots[np.argsort(value, kind="stable")])
         # Equal values leave by slot number, so that a run can be repeated exactly.
         if count == 1:
             return slots[[int(np.argmin(value))]]
         return slots[np.argsort(value, kind="stable")[:count]]
+
+    def _by_share(self, count: int, layer: int, slots: np.ndarray) -> np.ndarray:
+        """The `count` of `slots`, lowest retention first, that equal shares give to `layer`.
+
+        Each comes from the layer furthest beyond its share, `layer` itself if it is as far.
+        """
+        share = np.full(self.num_layers, self.num_slots // self.num_layers)
+        share[: self.num_slots % self.num_layers] += 1
+        excess = self.resident.sum(1) - share
+        excess[layer] += self.num_free
+        owners = [slots[self._owner[slots] // self.num_experts == m] for m in range(len(share))]
+        left = np.array([len(own) for own in owners])
+        taken = np.zeros(self.num_layers, np.int64)
+        chosen = []
+        for _ in range(count):
+            excess[layer] += 1
+            candidates = np.flatnonzero(left > taken)
+            most = excess[candidates].max()
+            giver = layer if layer in candidates and excess[layer] == most else -1
+            if giver < 0:
+                giver = int(candidates[np.argmax(excess[candidates])])
+            chosen.append(owners[giver][taken[giver]])
+            taken[giver] += 1
+            excess[giver] -= 1
+        return np.array(chosen, np.int64)
 
 
 def _ids(experts: Iterable[int] | np.ndarray) -> np.ndarray:

@@ -23,6 +23,8 @@ class EvictionPolicy(Protocol):
 
     ranks_absent: bool
     """Whether `retention` of an expert that is not resident can be compared with a resident's."""
+    per_layer: bool
+    """Whether each layer has its own equal share of the slots, see `cache.ExpertCache`."""
 
     def begin_iteration(
         self,
@@ -82,6 +84,7 @@ class LruEviction:
     """Least recently used: an expert is worth the time of its last use or placement."""
 
     ranks_absent = False
+    per_layer = False
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self._last = np.zeros((num_layers, num_experts))
@@ -124,3 +127,9 @@ class LruEviction:
     def retention(self, next_layer: int) -> np.ndarray:
         """float [M, E]: time of the last use or placement, counted in uses and placements."""
         return self._last
+
+
+class LayerLruEviction(LruEviction):
+    """Least recently used within each layer, which keeps an equal share of the slots."""
+
+    per_layer = True

@@ -57,6 +57,7 @@ class LookaheadEviction:
     """The default eviction order; see the module's text. Implements `EvictionPolicy`."""
 
     ranks_absent = True
+    per_layer = False
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         shape = (num_layers, num_experts)

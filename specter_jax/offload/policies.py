@@ -2,7 +2,8 @@
 
 A policy says whether to speculate, where the knowledge for prefetching comes from, and which
 eviction order the expert cache follows. The engine reads the flags; nothing else depends on the
-name.
+name. `POLICIES` are compared with one another; `SYSTEM_POLICIES` are what published systems need
+besides these (`specter_jax.systems`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specter_jax.errors import UnknownPolicyError
-from specter_jax.offload.eviction import EvictionPolicy, LruEviction
+from specter_jax.offload.eviction import EvictionPolicy, LayerLruEviction, LruEviction
 from specter_jax.offload.lookahead import LookaheadEviction
 
 DEFAULT_POLICY = "lookahead"
@@ -26,9 +27,11 @@ class PolicySpec:
     """Draft several tokens and verify them at once; otherwise one token per sweep."""
     prefetch: Literal["none", "next_layer", "draft"]
     """Source of prefetching: nothing, the next layer's router, or the draft's routing."""
-    eviction: Literal["lru", "lookahead"]
-    use_cutoff: bool
+    eviction: Literal["lru", "layer-lru", "lookahead"]
+    use_cutoff: bool = False
     """Prefetch only below the layer that `cutoff.cutoff_layer` gives."""
+    whole_layers: bool = False
+    """Verification brings all experts of each layer, whatever the routing."""
     description: str
 
 
@@ -40,7 +43,6 @@ POLICIES: dict[str, PolicySpec] = {
             speculative=True,
             prefetch="draft",
             eviction="lookahead",
-            use_cutoff=False,
             description="speculation; prefetch everything the draft predicts, in layer order; "
             "evict by expected next use",
         ),
@@ -58,7 +60,6 @@ POLICIES: dict[str, PolicySpec] = {
             speculative=True,
             prefetch="next_layer",
             eviction="lru",
-            use_cutoff=False,
             description="speculation; prefetch the next layer's experts, predicted by its router "
             "from this layer's hidden state; LRU",
         ),
@@ -67,7 +68,6 @@ POLICIES: dict[str, PolicySpec] = {
             speculative=True,
             prefetch="none",
             eviction="lru",
-            use_cutoff=False,
             description="speculation; experts loaded on demand; LRU",
         ),
         PolicySpec(
@@ -75,8 +75,36 @@ POLICIES: dict[str, PolicySpec] = {
             speculative=False,
             prefetch="none",
             eviction="lru",
-            use_cutoff=False,
             description="no speculation; experts loaded on demand; LRU",
+        ),
+    )
+}
+
+SYSTEM_POLICIES: dict[str, PolicySpec] = {
+    spec.name: spec
+    for spec in (
+        PolicySpec(
+            name="mo",
+            speculative=False,
+            prefetch="next_layer",
+            eviction="layer-lru",
+            description="no speculation; prefetch the next layer's experts, predicted by its "
+            "router from this layer's hidden state; LRU in each layer's share of the slots",
+        ),
+        PolicySpec(
+            name="mo-sm",
+            speculative=True,
+            prefetch="next_layer",
+            eviction="layer-lru",
+            description="the same with speculation",
+        ),
+        PolicySpec(
+            name="specmoeoff",
+            speculative=True,
+            prefetch="none",
+            eviction="lru",
+            whole_layers=True,
+            description="speculation; verification streams all experts of each layer",
         ),
     )
 }
@@ -88,12 +116,17 @@ def get_policy(name: str) -> PolicySpec:
     Raises:
         UnknownPolicyError: if there is none of that name; the message lists those there are.
     """
-    if not isinstance(name, str) or name not in POLICIES:
-        raise UnknownPolicyError(f"unknown policy {name!r}: choose one of {', '.join(POLICIES)}")
-    return POLICIES[name]
+    known = POLICIES | SYSTEM_POLICIES
+    if not isinstance(name, str) or name not in known:
+        raise UnknownPolicyError(f"unknown policy {name!r}: choose one of {', '.join(known)}")
+    return known[name]
 
 
 def make_eviction(spec: PolicySpec, *, num_layers: int, num_experts: int) -> EvictionPolicy:
     """A fresh eviction state of the kind that the policy names, for M layers of E experts."""
-    kind = {"lru": LruEviction, "lookahead": LookaheadEviction}[spec.eviction]
-    return kind(num_layers, num_experts)
+    kinds = {
+        "lru": LruEviction,
+        "layer-lru": LayerLruEviction,
+        "lookahead": LookaheadEviction,
+    }
+    return kinds[spec.eviction](num_layers, num_experts)
