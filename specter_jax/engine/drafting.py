@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 
 import jax
 import numpy as np
@@ -104,7 +103,7 @@ class _Prefetcher:
     def __init__(self, ctx: Context, num_steps: int) -> None:
         self._ctx = ctx
         self._num_steps = num_steps
-        self._begin = time.perf_counter()
+        self._begin = ctx.recorder.clock()
 
     def boundary(self, snapshot: Snapshot, routing: np.ndarray, done: int) -> None:
         """A chunk ended; the draft's `done` steps so far chose `routing`, int [M, B, done, k]."""
@@ -147,7 +146,7 @@ class _Prefetcher:
         ctx = self._ctx
         if not ctx.policy.use_cutoff:
             return None
-        elapsed_ms = (time.perf_counter() - self._begin) * 1e3
+        elapsed_ms = (ctx.recorder.clock() - self._begin) * 1e3
         return cutoff_layer(
             (snapshot.predicted & ~present).sum(1),
             load_ms=ctx.pool.load_ms,
