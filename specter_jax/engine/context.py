@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specter_jax.config import ModelConfig
+from specter_jax.config import ModelConfig, layer_name
 from specter_jax.engine.programs import Programs
 from specter_jax.engine.slots import SlotPool
 from specter_jax.offload import EvictionPolicy, PolicySpec
@@ -73,7 +73,13 @@ class Context:
 
     def layer_params(self, layer: int) -> dict[str, Any]:
         """Shared parameters of decoder layer `layer`."""
-        return self.shared[f"layers_{layer:02d}"]
+        return self.shared[layer_name(layer)]
+
+    def decoding_draft(self, m: int) -> dict[str, Any] | None:
+        """What the slots' experts of MoE layer `m` are decoded with; None where they are plain."""
+        if not self.pool.store.is_nested:
+            return None
+        return self.params["draft"][layer_name(self.config.moe_layers[m])]
 
 
 def distinct_experts(chosen: np.ndarray, num_experts: int) -> np.ndarray:

@@ -79,9 +79,9 @@ class Programs:
     dense(layer, prompt, params, kv_layer, hidden, lengths, mask) -> (hidden, kv_layer)
     route(layer, prompt, params, kv_layer, hidden, lengths, mask, next_router)
         -> (Routed, host copies (experts, next_experts), kv_layer)
-    accumulate(routed, slots, slot_row, group, total) -> total
+    accumulate(routed, slots, slot_row, group, total, draft) -> total
     close(params, routed, total) -> hidden
-    experts(params, routed, slots, slot_row) -> hidden
+    experts(params, routed, slots, slot_row, draft) -> hidden
     accept(shared, hidden, tokens, lengths, num_drafted, probs, draws) -> (tokens, num_accepted)
     first_token(shared, hidden, last [B], lengths, draws) -> tokens [B]
     hidden_at(hidden [M, B, T, H], m) -> [B, T, H]

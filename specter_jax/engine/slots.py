@@ -47,7 +47,7 @@ class SlotPool:
     """Slots on the device, their table, and the experts on their way to them.
 
     Attributes:
-        slots: [num_slots, 3 * F * H], the store's dtype.
+        slots: [num_slots, P], the store's dtype and elements of an expert.
         cache: bookkeeping; `cache.slot_table` is what verification looks slots up in.
         bytes_moved: host-to-device expert bytes since the pool was made.
         load_ms: time one expert's load took when the pool was filled, milliseconds.
@@ -234,7 +234,7 @@ class SlotPool:
         self._committing.append((done, list(keys)))
 
     def write(self, slot_ids: Sequence[int], arrays: Sequence[jax.Array]) -> jax.Array:
-        """Enqueues the write of experts [3 * F * H] into slots; as many as COMMIT_SIZES has.
+        """Enqueues the write of experts [P] into slots; as many as COMMIT_SIZES has.
 
         Returns a host array that is ready when they are written.
         """

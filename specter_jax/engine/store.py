@@ -24,7 +24,8 @@ def device_sharding(device: jax.Device) -> SingleDeviceSharding:
 class ExpertStore:
     """Pinned copies of all routed experts.
 
-    experts: `experts[m][e]` is the packed expert `[3 * F * H]` of MoE layer m, in pinned memory.
+    experts: `experts[m][e]` is an expert of MoE layer m, in pinned memory: packed `[3 * F * H]`, or
+        nested words, int32 `[W]`; all have one shape.
     """
 
     experts: tuple[tuple[jax.Array, ...], ...]
@@ -32,6 +33,11 @@ class ExpertStore:
     @property
     def dtype(self) -> np.dtype:
         return np.dtype(self.experts[0][0].dtype)
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether experts are words that the draft is needed to decode."""
+        return self.dtype == np.int32
 
     @property
     def expert_bytes(self) -> int:
@@ -46,11 +52,11 @@ class ExpertStore:
         return len(self.experts[0])
 
     def get(self, layer: int, expert: int) -> jax.Array:
-        """The pinned packed expert of MoE layer `layer`."""
+        """The pinned expert of MoE layer `layer`."""
         return self.experts[layer][expert]
 
 
 def pin_layer(experts: Sequence[np.ndarray], device: jax.Device) -> tuple[jax.Array, ...]:
-    """Copies one layer's packed experts (memory-mapped arrays, say) into pinned memory."""
+    """Copies one layer's experts (memory-mapped arrays, say) into pinned memory."""
     arrays = jax.device_put(list(experts), host_sharding(device))
     return tuple(jax.block_until_ready(arrays))

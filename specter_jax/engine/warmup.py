@@ -64,6 +64,7 @@ def _warm_experts(ctx: Context, state: DecodeState, num_tokens: int, *, prompt: 
     for m in sorted({0, ctx.config.num_moe_layers - 1}):
         layer = ctx.config.moe_layers[m]
         params, row = ctx.layer_params(layer), ctx.pool.table()[m]
+        draft = ctx.decoding_draft(m)
         hidden = ctx.programs.embed(ctx.shared, np.zeros(shape, np.int32))
         routed, _, kv[layer] = ctx.programs.route(
             ctx.representatives[layer],
@@ -75,10 +76,10 @@ def _warm_experts(ctx: Context, state: DecodeState, num_tokens: int, *, prompt: 
             np.ones(shape, bool),
             next_router(ctx, m),
         )
-        ctx.programs.experts(params, routed, ctx.pool.slots, row)
+        ctx.programs.experts(params, routed, ctx.pool.slots, row, draft)
         total = None
         for _ in range(2):
-            total = ctx.programs.accumulate(routed, ctx.pool.slots, row, in_group, total)
+            total = ctx.programs.accumulate(routed, ctx.pool.slots, row, in_group, total, draft)
         ctx.programs.close(params, routed, total)
     state.kv = tuple(kv)
 
