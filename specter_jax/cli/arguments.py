@@ -2,13 +2,11 @@
 
 import argparse
 import importlib.metadata
-import re
-import reprlib
-from collections.abc import Callable
 from typing import Any, NoReturn
 
-from specter_jax.controller import AUTO, parse_depth
-from specter_jax.errors import SpecterError
+from specter_jax.cli.option_types import checked, depth_option, positive
+from specter_jax.cli.plan_arguments import add_plan
+from specter_jax.controller import AUTO
 from specter_jax.offload import DEFAULT_POLICY, POLICIES, get_policy
 from specter_jax.runtime_config import DTYPES
 from specter_jax.sampling_config import SamplingConfig
@@ -17,8 +15,6 @@ from specter_jax.systems import SYSTEMS, get_system
 
 EXIT_ERROR = 2
 DEFAULT_NEW_TOKENS = 64
-# Largest of any count on the command line; counts are 32-bit integers on the device.
-MAX_NUMBER = 2**31 - 1
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,6 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_info(commands)
     _add_profile(commands)
+    add_plan(commands, _add_policy, _add_context)
     return parser
 
 
@@ -79,14 +76,14 @@ def _add_generate(commands: Any) -> None:
     )
     parser.add_argument(
         "--max-new-tokens",
-        type=_positive,
+        type=positive,
         default=DEFAULT_NEW_TOKENS,
         metavar="N",
         help=f"most tokens per prompt (default {DEFAULT_NEW_TOKENS})",
     )
     parser.add_argument(
         "--depth",
-        type=_checked(_depth),
+        type=checked(depth_option),
         default=AUTO,
         metavar="K|auto",
         help="tokens drafted before each verification, 0 to 16; 0 is plain decoding (default auto)",
@@ -95,7 +92,7 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument(
         "--system",
         action=_SystemAction,
-        type=_checked(get_system),
+        type=checked(get_system),
         metavar="NAME",
         help="--policy and --depth of a system of the evaluation, which may follow to change them: "
         f"one of {', '.join(SYSTEMS)}",
@@ -139,7 +136,7 @@ def _add_generate(commands: Any) -> None:
         "--ignore-eos", action="store_true", help="go on after the end-of-sequence token"
     )
     parser.add_argument(
-        "--batch-size", type=_positive, default=1, metavar="B", help="prompts decoded together"
+        "--batch-size", type=positive, default=1, metavar="B", help="prompts decoded together"
     )
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -154,10 +151,10 @@ def _add_info(commands: Any) -> None:
     parser = commands.add_parser("info", help="what a model is and what a memory budget buys")
     _add_model(parser)
     parser.add_argument(
-        "--gpu-memory", type=_checked(parse_size), metavar="SIZE", help="a budget, such as 16GiB"
+        "--gpu-memory", type=checked(parse_size), metavar="SIZE", help="a budget, such as 16GiB"
     )
     _add_context(parser)
-    parser.add_argument("--batch-size", type=_positive, default=1, metavar="B")
+    parser.add_argument("--batch-size", type=positive, default=1, metavar="B")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0])
     parser.add_argument("--json", action="store_true", help="print a JSON object")
 
@@ -174,14 +171,14 @@ def _add_profile(commands: Any) -> None:
     )
     parser.add_argument(
         "--max-new-tokens",
-        type=_positive,
+        type=positive,
         default=DEFAULT_NEW_TOKENS,
         metavar="N",
         help=f"most tokens per prompt (default {DEFAULT_NEW_TOKENS})",
     )
     _add_policy(parser)
     _add_memory(parser)
-    parser.add_argument("--batch-size", type=_positive, default=1, metavar="B")
+    parser.add_argument("--batch-size", type=positive, default=1, metavar="B")
     parser.add_argument("--json", action="store_true", help="print a JSON object, no table")
     parser.add_argument(
         "--plot",
@@ -202,7 +199,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _add_policy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
-        type=_checked(lambda name: get_policy(name).name),
+        type=checked(lambda name: get_policy(name).name),
         default=DEFAULT_POLICY,
         metavar="NAME",
         help=f"one of {', '.join(POLICIES)} (default {DEFAULT_POLICY})",
@@ -213,11 +210,11 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory")
     budget = group.add_mutually_exclusive_group()
     budget.add_argument(
-        "--gpu-memory", type=_checked(parse_size), metavar="SIZE", help="a budget, such as 16GiB"
+        "--gpu-memory", type=checked(parse_size), metavar="SIZE", help="a budget, such as 16GiB"
     )
     budget.add_argument(
         "--expert-slots",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="full-precision experts on the device (default, without a budget: all)",
     )
@@ -236,33 +233,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
 def _add_context(parser: Any) -> None:
     parser.add_argument(
         "--max-context",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="longest prompt and output, tokens (default: the model's, at most 4096)",
     )
-
-
-def _depth(text: str) -> int | str:
-    return text if parse_depth(text) is None else int(text)
-
-
-def _positive(text: str) -> int:
-    # At most ten ASCII digits; int would also take thousands, underscores and other scripts'.
-    number = int(text) if re.fullmatch("[0-9]{1,10}", text) else 0
-    if not 1 <= number <= MAX_NUMBER:
-        raise argparse.ArgumentTypeError(
-            f"{reprlib.repr(text)} is not a whole number above 0 (and up to {MAX_NUMBER})"
-        )
-    return number
-
-
-def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Keep the parser's own message, which argparse would replace."""
-
-    def checked(text: str) -> Any:
-        try:
-            return parse(text)
-        except SpecterError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return checked

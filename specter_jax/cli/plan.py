@@ -1,0 +1,161 @@
+"""`specter plan`: predicted time per token, best depth and hit rate on hardware not at hand."""
+
+import argparse
+import json
+import os
+from typing import TYPE_CHECKING
+
+from specter_jax.cli.session import (
+    Progress,
+    check_model,
+    check_output,
+    prepare_environment,
+    prompts_of,
+)
+from specter_jax.errors import BudgetError, InvalidRequestError
+from specter_jax.planner.calibration import DEFAULT_CALIBRATION, load_calibration
+
+if TYPE_CHECKING:
+    from specter_jax.planner.model import PlannedModel
+    from specter_jax.planner.predict import Cell, Prediction
+    from specter_jax.planner.timing import Hardware
+    from specter_jax.planner.traces import RoutingTrace
+
+MAX_BUDGETS = 6
+"""Rows without --gpu-memory: the largest of the usual sizes that fit the card."""
+
+
+def run(options: argparse.Namespace) -> None:
+    """Predict and report; raises SpecterError or OSError."""
+    check_model(options.model)
+    check_output("--record", options.record)
+    calibration = load_calibration(options.calibration or DEFAULT_CALIBRATION)
+    if options.record is None:
+        # Nothing here needs a GPU, and a JAX that finds one takes memory on it.
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    prepare_environment()
+    from specter_jax.controller import DEPTH_BUCKETS
+    from specter_jax.planner.model import planned_model
+    from specter_jax.planner.predict import predict
+
+    hardware = _hardware(options)
+    model = planned_model(options.model, calibration, options.expert_format)
+    with Progress() as progress:
+        trace = _trace(options, model, progress)
+        prediction = predict(
+            model,
+            trace.select(options.num_prompts, options.max_new_tokens),
+            hardware,
+            calibration,
+            budgets=_budgets(options, model),
+            depths=options.depth or DEPTH_BUCKETS,
+            policy=options.policy,
+            max_context=options.max_context,
+            progress=progress,
+        )
+    if options.json:
+        print(json.dumps(prediction.to_dict(), indent=1))
+    else:
+        _print_table(prediction, options)
+
+
+def _hardware(options: argparse.Namespace) -> "Hardware":
+    """Nominal figures, a card's where none are given."""
+    from specter_jax.planner.timing import Hardware
+
+    card, bandwidth, link = options.card, options.bandwidth, options.link
+    if card is None and (bandwidth is None or link is None):
+        raise InvalidRequestError("no hardware named: give --card, or --bandwidth and --link")
+    return Hardware(
+        bandwidth=(card.bandwidth if bandwidth is None else bandwidth) * 1e12,
+        link=(card.link if link is None else link) * 1e9,
+    )
+
+
+def _budgets(options: argparse.Namespace, model: "PlannedModel") -> list[int]:
+    from specter_jax.info import USUAL_BUDGETS_GIB
+    from specter_jax.planner.predict import feasible
+
+    if options.gpu_memory:
+        return sorted(set(options.gpu_memory))
+    if options.card is None:
+        raise InvalidRequestError("no memory budget: give --gpu-memory, or --card")
+    most = options.card.memory_gib
+    sizes = [gib for gib in USUAL_BUDGETS_GIB if gib < most] + [most]
+    found = feasible(model, [round(gib * 2**30) for gib in sizes], options.max_context)
+    if not found:
+        raise BudgetError(
+            f"{options.card.title} has {most:g} GiB, which cannot hold this model's shared "
+            "parameters and 4-bit experts"
+        )
+    return found[-MAX_BUDGETS:]
+
+
+def _trace(
+    options: argparse.Namespace, model: "PlannedModel", progress: Progress
+) -> "RoutingTrace":
+    """From a file, recorded here, or from the package."""
+    from specter_jax.planner.traces import bundled_trace, load_trace, save_trace
+
+    if options.trace is not None:
+        return load_trace(options.trace, options.text)
+    if options.record is None:
+        return bundled_trace(model.config)
+    if not model.has_weights:
+        raise InvalidRequestError(f"{model.path} has no weights to record from: convert it first")
+    from specter_jax.cli.profile import DEFAULT_PROMPTS
+    from specter_jax.model import load
+    from specter_jax.planner.record import record_trace
+
+    prompts = (prompts_of(options) or list(DEFAULT_PROMPTS))[: options.num_prompts]
+    trace = record_trace(
+        load(model.path, max_context=options.max_context, progress=progress),
+        prompts,
+        max_new_tokens=options.max_new_tokens,
+        source=f"recorded from {model.path.name}",
+    )
+    save_trace(trace, options.record)
+    return trace
+
+
+def _print_table(prediction: "Prediction", options: argparse.Namespace) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    model, hardware = prediction.model, prediction.hardware
+    where = "" if options.card is None else f"{options.card.title}: "
+    table = Table(
+        title=f"Predicted time per token in ms, {model.config.family}, {model.expert_format} "
+        f"experts, {prediction.policy}\n{where}{hardware.bandwidth / 1e12:g} TB/s, link "
+        f"{hardware.link / 1e9:g} GB/s",
+        caption="K is the depth; hit rate and loaded MiB a token are those at the best one.\n"
+        "All figures are predicted, none is measured.\n"
+        f"Routing: {prediction.trace.source}.\n"
+        f"Costs: {prediction.calibration.source}.",
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
+    depths = [cell.depth for cell in prediction.at(prediction.budgets[0])]
+    headings = ("GiB", "slots", *(f"K={depth}" for depth in depths))
+    for heading in (*headings, "best", "hits", "MiB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for budget in prediction.budgets:
+        best = prediction.best(budget)
+        stats = best.stats
+        table.add_row(
+            f"{budget / 2**30:g}",
+            f"{best.expert_slots:,}",
+            *(_time(cell, best) for cell in prediction.at(budget)),
+            str(best.depth),
+            "-" if stats.hit_rate is None else f"{stats.hit_rate:.1%}",
+            f"{stats.bytes_host_to_device / stats.new_tokens / 2**20:,.0f}",
+        )
+    Console().print(table)
+
+
+def _time(cell: "Cell", best: "Cell") -> str:
+    text = f"{cell.stats.tpot_ms:.1f}"
+    return f"[bold]{text}[/bold]" if cell is best else text

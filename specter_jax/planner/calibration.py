@@ -1,0 +1,69 @@
+"""What is reached of nominal figures, and the fixed costs: measured once, kept in a JSON file.
+
+The file names for every field its value, unit and source. A calibration made on one machine is
+used for others too: bandwidths enter as shares of nominal ones, host and launch costs as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from pathlib import Path
+
+from specter_jax.errors import InvalidRequestError
+from specter_jax.json_files import read_json_object
+
+DEFAULT_CALIBRATION = Path(__file__).with_name("calibration.json")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Fields of `calibration.json`, which says what each is; times in microseconds."""
+
+    device: str
+    source: str
+    memory_efficiency: float
+    link_efficiency: float
+    transfer_latency_us: float
+    issue_us: float
+    poll_us: float
+    dispatch_us: float
+    meeting_us: float
+    commit_call_us: float
+    commit_expert_us: float
+    draft_layer_us: float
+    verify_layer_us: float
+    boundary_us: float
+    host_layer_us: float
+    escape_share: float
+
+
+def load_calibration(path: str | os.PathLike[str] = DEFAULT_CALIBRATION) -> Calibration:
+    """Reads a calibration.
+
+    Raises:
+        InvalidRequestError: a field is missing, unknown, or no finite number of at least 0.
+        OSError: the file cannot be read.
+    """
+    path = Path(path)
+    try:
+        content = read_json_object(path, str(path))
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from None
+    fields = content.get("fields")
+    names = {field.name for field in dataclasses.fields(Calibration)} - {"device", "source"}
+    if not isinstance(fields, dict) or set(fields) != names:
+        wrong = names ^ set(fields if isinstance(fields, dict) else ())
+        raise InvalidRequestError(
+            f"{path}: fields {', '.join(sorted(wrong))} are missing or unknown"
+        )
+    values = {}
+    for name, field in fields.items():
+        value = field.get("value") if isinstance(field, dict) else None
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or value < 0:
+            raise InvalidRequestError(f"{path}: {name} is {value!r}; expected a number, 0 or more")
+        values[name] = float(value)
+    described = {name: str(content.get(name)) for name in ("device", "source")}
+    return Calibration(**described, **values)

@@ -1,0 +1,136 @@
+"""The model that is planned for: its configuration and the sizes of its parts, without weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from pallas_kernels.nested import NestedLayout, padded_capacity
+from specter_jax.checkpoint import MANIFEST_NAME, open_checkpoint
+from specter_jax.config import ModelConfig
+from specter_jax.errors import CheckpointError, InvalidRequestError, MissingFileError
+from specter_jax.json_files import read_json_object
+from specter_jax.model import plan
+from specter_jax.parameter_sizes import parameter_sizes
+from specter_jax.planner.calibration import Calibration
+from specter_jax.planner.timing import ModelBytes
+
+DTYPE, ITEM_BYTES = "bfloat16", 2
+"""What a GPU computes in, and bytes of one element."""
+
+EXPERT_FORMATS = ("nested", "plain")
+_WORD_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedModel:
+    """A model by its shapes; has what sizes are computed from, as an open checkpoint has it.
+
+    expert_bytes: of one expert in its slot and on the link; has_weights: whether `path` is a
+    converted directory, which can be loaded.
+    """
+
+    path: Path
+    config: ModelConfig
+    group_sizes: Any
+    expert_format: str
+    expert_bytes: int
+    has_weights: bool
+
+    def sizes(self, budget: int, max_context: int | None) -> tuple[int, int]:
+        """Expert slots that a budget in bytes buys, and transfers in flight.
+
+        Raises:
+            BudgetError: the budget is too small. InvalidRequestError: `max_context` is.
+        """
+        ledger, runtime = plan(
+            self,
+            budget=budget,
+            expert_slots=None,
+            dtype=DTYPE,
+            max_context=max_context,
+            max_batch=1,
+        )
+        return ledger.num_slots, runtime.max_in_flight
+
+    def read_bytes(self) -> ModelBytes:
+        """What this model's programs read."""
+        config = self.config
+        sizes = parameter_sizes(self, ITEM_BYTES)
+        head = config.vocab_size * config.hidden_size * ITEM_BYTES
+        # Of an embedding of its own only a row is read.
+        embedding = 0 if config.tie_word_embeddings else head
+        draft = sizes.draft_bytes / (config.num_moe_layers * config.num_experts)
+        nested = self.expert_format == "nested"
+        return ModelBytes(
+            num_layers=config.num_layers,
+            layer=(sizes.shared_bytes - head - embedding) / config.num_layers,
+            head=head,
+            draft_expert=draft,
+            expert=self.expert_bytes,
+            expert_read=self.expert_bytes + (draft if nested else 0),
+        )
+
+
+def planned_model(
+    path: str | os.PathLike[str], calibration: Calibration, expert_format: str | None = None
+) -> PlannedModel:
+    """Describes a converted directory, or one that holds no more than a config.json.
+
+    Args:
+        expert_format: "nested" or "plain"; by default a converted directory's own, else "nested".
+
+    Raises:
+        MissingFileError, CheckpointError, UnsupportedModelError: the directory cannot be used.
+    """
+    path, size = Path(path), None
+    if (path / MANIFEST_NAME).exists():
+        checkpoint = open_checkpoint(path)
+        config, groups = checkpoint.config, checkpoint.group_sizes
+        stored_as = getattr(checkpoint.manifest, "expert_format", EXPERT_FORMATS[1])
+        if expert_format in (None, stored_as):
+            expert_format, size = stored_as, parameter_sizes(checkpoint, ITEM_BYTES).expert_bytes
+    elif (path / "config.json").exists():
+        # Conversion sits above this package; its choice of group sizes is needed here alone.
+        from convert.plan import choose_group_sizes
+
+        config = _read_config(path)
+        groups = choose_group_sizes(config)
+        expert_format = expert_format or EXPERT_FORMATS[0]
+    else:
+        raise MissingFileError(f"{path}: neither a converted model nor a config.json there")
+    if expert_format not in EXPERT_FORMATS:
+        raise InvalidRequestError(
+            f"expert format is {expert_format!r}; expected one of {', '.join(EXPERT_FORMATS)}"
+        )
+    if size is None:
+        size = expert_bytes(config, expert_format, calibration.escape_share)
+    return PlannedModel(
+        path=path,
+        config=config,
+        group_sizes=groups,
+        expert_format=expert_format,
+        expert_bytes=size,
+        has_weights=(path / MANIFEST_NAME).exists(),
+    )
+
+
+def expert_bytes(config: ModelConfig, expert_format: str, escape_share: float) -> int:
+    """Bytes of one bf16 expert in its slot; escape_share: of its weights, kept apart if nested."""
+    if expert_format == "plain":
+        return config.expert_elements * ITEM_BYTES
+    capacity = padded_capacity(round(config.expert_elements * escape_share))
+    layout = NestedLayout(config.hidden_size, config.expert_intermediate_size, capacity)
+    return layout.num_words * _WORD_BYTES
+
+
+def _read_config(path: Path) -> ModelConfig:
+    file = path / "config.json"
+    try:
+        return ModelConfig.from_hf(read_json_object(file, str(file)))
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror or error})") from error
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None

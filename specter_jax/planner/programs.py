@@ -1,0 +1,133 @@
+"""The engine's device programs without arithmetic: routing comes from a trace, time from the model.
+
+They have the signatures of `engine.programs.Programs`, as far as a replay needs them: one greedy
+sequence at a time. In place of parameters the engine passes layer numbers (`layer_numbers`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from specter_jax.config import ModelConfig, layer_name
+from specter_jax.engine.context import distinct_experts
+from specter_jax.planner.device import Device, HostResult
+from specter_jax.planner.traces import RoutingTrace
+
+
+def layer_numbers(config: ModelConfig) -> dict[str, Any]:
+    """Stands for a model's parameters: each decoder layer's are its number."""
+    names = {layer_name(layer): layer for layer in range(config.num_layers)}
+    return {"shared": names, "draft": names}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Routed:
+    """What `route` hands to the experts' programs: the choices, [1, T, k]."""
+
+    experts: np.ndarray
+
+
+class ReplayPrograms:
+    """Programs that replay one prompt of a trace at a time; `prompt` is its number."""
+
+    def __init__(self, config: ModelConfig, trace: RoutingTrace, device: Device) -> None:
+        self._config = config
+        self._trace = trace
+        self._agree = trace.agree
+        self._device = device
+        self._timing = device.timing
+        self.prompt = 0
+
+    def draft_step(self, params, kv, tokens, lengths, active, draws):
+        """The draft's choices where the sequence stands."""
+        position = int(lengths[0])
+        experts = self._trace.draft_experts[:, self.prompt, None, position].astype(np.int32)
+        moment = self._device.dispatch(self._timing.draft_step(experts[:, 0].size))
+        step = SimpleNamespace(
+            tokens=HostResult(np.zeros(1, np.int32), moment),
+            experts=HostResult(experts, moment),
+            last=None,
+            probs=None,
+        )
+        return step, kv
+
+    def verify(self, params, kv, slots, slot_table, tokens, lengths, num_drafted, *rest):
+        """All layers at once."""
+        counted = np.arange(tokens.shape[1]) <= num_drafted[0]
+        experts = self._choices(lengths, counted)
+        used = [distinct_experts(layer, self._config.num_experts) for layer in experts]
+        misses = [
+            np.count_nonzero(slot_table[m, ids] < 0).__index__() for m, ids in enumerate(used)
+        ]
+        moment = self._device.dispatch(self._timing.verification(sum(map(len, used))))
+        verified = SimpleNamespace(
+            tokens=HostResult(np.zeros(tokens.shape, np.int32), moment),
+            num_accepted=HostResult(self._accepted(lengths, num_drafted), moment),
+            experts=HostResult(experts, moment),
+            misses=HostResult(np.array(misses, np.int32), moment),
+            hidden=None,
+        )
+        return verified, kv
+
+    def embed(self, shared, tokens):
+        """Reads a few rows: no time but the dispatch."""
+        self._device.dispatch(0.0)
+
+    def dense(self, kind, prompt, params, kv_layer, hidden, lengths, mask):
+        """A layer without routed experts."""
+        self._device.dispatch(self._timing.layer())
+        return None, kv_layer
+
+    def route(self, kind, prompt, params, kv_layer, hidden, lengths, mask, next_router):
+        """A layer up to its routing; `params` is its number."""
+        experts = self._choices(lengths, mask[0])[self._config.moe_index(params)]
+        moment = self._device.dispatch(self._timing.layer())
+        return _Routed(experts), (HostResult(experts, moment), None), kv_layer
+
+    def accumulate(self, routed, slots, slot_row, group, total, *rest):
+        """The experts of one group."""
+        used = distinct_experts(routed.experts, self._config.num_experts)
+        self._device.dispatch(self._timing.experts(int(group[used].sum())))
+
+    def close(self, params, routed, total):
+        """Adds up: no time but the dispatch."""
+        self._device.dispatch(0.0)
+
+    def experts(self, params, routed, *rest):
+        """All experts of the layer."""
+        used = distinct_experts(routed.experts, self._config.num_experts)
+        self._device.dispatch(self._timing.experts(len(used)))
+
+    def accept(self, shared, hidden, tokens, lengths, num_drafted, *rest):
+        """Head and acceptance."""
+        moment = self._device.dispatch(self._timing.head())
+        accepted = HostResult(self._accepted(lengths, num_drafted), moment)
+        return HostResult(np.zeros(tokens.shape, np.int32), moment), accepted
+
+    def first_token(self, *arguments):
+        """The token after the prompt."""
+        return HostResult(np.zeros(1, np.int32), self._device.dispatch(self._timing.head()))
+
+    def hidden_at(self, hidden, m):
+        """The state to resume from."""
+        self._device.dispatch(0.0)
+
+    def _choices(self, lengths: np.ndarray, counted: np.ndarray) -> np.ndarray:
+        """int32 [M, 1, T, k]: the target's from the first position on, E where not counted."""
+        first, width = int(lengths[0]), len(counted)
+        chosen = self._trace.target_experts[:, self.prompt, first : first + width]
+        shape = (len(chosen), width, chosen.shape[-1])
+        padded = np.full(shape, self._config.no_expert, np.int32)
+        padded[:, : chosen.shape[1]] = chosen
+        padded[:, ~counted] = self._config.no_expert
+        return padded[:, None]
+
+    def _accepted(self, lengths: np.ndarray, num_drafted: np.ndarray) -> np.ndarray:
+        """int32 [1]: drafted tokens up to the first that the two argmax disagree on."""
+        start = int(lengths[0]) + 1 - self._trace.prompt_tokens
+        judged = self._agree[self.prompt, start : start + int(num_drafted[0])]
+        return np.array([np.cumprod(judged).sum()], np.int32)

@@ -1,0 +1,178 @@
+"""Routing traces: what draft and target chose on the same text, the input of a replay.
+
+The file format is that of `scripts/replay_traces.py`: an `.npz` with, for a kind of text ("greedy"
+or "sampled"), `<kind>_target_experts` and `<kind>_draft_experts`, integers [M, prompts, positions,
+k], `<kind>_target_argmax` and `<kind>_draft_argmax`, integers [prompts, outputs], and
+`prompt_tokens`: position `prompt_tokens - 1 + j` is the one that yields output j.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import zipfile
+from pathlib import Path
+
+import numpy as np
+
+from specter_jax.config import ModelConfig
+from specter_jax.errors import InvalidRequestError
+
+KINDS = ("greedy", "sampled")
+BUNDLED = Path(__file__).with_name("traces")
+"""Traces that come with the package."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoutingTrace:
+    """Routing of P prompts of equal length and their outputs.
+
+    target_experts, draft_experts: integers [M, P, positions, k], positions = prompt_tokens +
+        outputs; target_argmax, draft_argmax: integers [P, outputs], the most likely token of each
+        output position; source: where it comes from, in words.
+    """
+
+    target_experts: np.ndarray
+    draft_experts: np.ndarray
+    target_argmax: np.ndarray
+    draft_argmax: np.ndarray
+    prompt_tokens: int
+    source: str
+
+    @property
+    def agree(self) -> np.ndarray:
+        """bool [P, outputs]: the target would accept the draft's token."""
+        return self.target_argmax == self.draft_argmax
+
+    @property
+    def num_prompts(self) -> int:
+        """P."""
+        return len(self.target_argmax)
+
+    @property
+    def num_layers(self) -> int:
+        """M, MoE layers."""
+        return len(self.target_experts)
+
+    def select(self, num_prompts: int, num_outputs: int) -> RoutingTrace:
+        """At most so many prompts, evenly spread, and so many outputs of each."""
+        count = min(num_prompts, self.num_prompts)
+        chosen = np.unique(np.linspace(0, self.num_prompts - 1, count).round().astype(int))
+        outputs = min(num_outputs, self.target_argmax.shape[1])
+        end = self.prompt_tokens + outputs
+        return dataclasses.replace(
+            self,
+            target_experts=self.target_experts[:, chosen, :end],
+            draft_experts=self.draft_experts[:, chosen, :end],
+            target_argmax=self.target_argmax[chosen, :outputs],
+            draft_argmax=self.draft_argmax[chosen, :outputs],
+        )
+
+    def fitted(self, config: ModelConfig) -> RoutingTrace:
+        """The trace for a model with as many experts and choices, but perhaps more MoE layers.
+
+        Layers are then repeated in place, as often as it takes, and `source` says so.
+
+        Raises:
+            InvalidRequestError: experts or choices per token differ, or the model has fewer layers.
+        """
+        highest = int(max(self.target_experts.max(), self.draft_experts.max()))
+        top_k = self.target_experts.shape[-1]
+        layers = config.num_moe_layers
+        if highest >= config.num_experts or top_k != config.top_k or self.num_layers > layers:
+            raise InvalidRequestError(
+                f"the trace ({self.source}) has {self.num_layers} MoE layers, {top_k} choices a "
+                f"token and expert ids up to {highest}; the model has {layers} layers, "
+                f"{config.top_k} choices and {config.num_experts} experts"
+            )
+        if self.num_layers == layers:
+            return self
+        rows = np.arange(layers) * self.num_layers // layers
+        return dataclasses.replace(
+            self,
+            target_experts=self.target_experts[rows],
+            draft_experts=self.draft_experts[rows],
+            source=f"{self.source}; {self.num_layers} layers stretched to {layers}",
+        )
+
+
+def load_trace(path: str | os.PathLike[str], kind: str = "greedy") -> RoutingTrace:
+    """Reads one kind of text of a trace file.
+
+    Raises:
+        InvalidRequestError: it is no trace, lacks that kind, or its shapes contradict one another.
+        OSError: the file cannot be read.
+    """
+    path = Path(path)
+    try:
+        with np.load(path) as file:
+            arrays = {
+                name: file[f"{kind}_{name}"]
+                for name in ("target_experts", "draft_experts", "target_argmax", "draft_argmax")
+            }
+            prompt_tokens = int(file["prompt_tokens"])
+            described = str(file["source"]) if "source" in file else path.name
+    except (KeyError, ValueError, zipfile.BadZipFile, EOFError) as error:
+        reason = " ".join(str(error).split())
+        raise InvalidRequestError(
+            f"{path}: not a routing trace of {kind} text ({reason})"
+        ) from None
+    trace = RoutingTrace(**arrays, prompt_tokens=prompt_tokens, source=f"{described}, {kind} text")
+    _check(trace, str(path))
+    return trace
+
+
+def save_trace(trace: RoutingTrace, path: str | os.PathLike[str], kind: str = "greedy") -> None:
+    """Writes a trace file with one kind of text; raises OSError."""
+    with open(path, "wb") as file:
+        np.savez_compressed(
+            file,
+            prompt_tokens=np.int64(trace.prompt_tokens),
+            source=np.str_(trace.source),
+            **{
+                f"{kind}_target_experts": trace.target_experts,
+                f"{kind}_draft_experts": trace.draft_experts,
+                f"{kind}_target_argmax": trace.target_argmax,
+                f"{kind}_draft_argmax": trace.draft_argmax,
+            },
+        )
+
+
+def bundled_trace(config: ModelConfig) -> RoutingTrace:
+    """The trace in the package that was recorded from a model of this shape.
+
+    Raises:
+        InvalidRequestError: there is none.
+    """
+    for path in sorted(BUNDLED.glob("*.npz")):
+        try:
+            return load_trace(path).fitted(config)
+        except InvalidRequestError:
+            continue
+    raise InvalidRequestError(
+        f"no trace in the package fits {config.num_moe_layers} MoE layers of {config.num_experts} "
+        f"experts, {config.top_k} a token: give one with --trace, or record one with --record"
+    )
+
+
+def _check(trace: RoutingTrace, what: str) -> None:
+    """Raises InvalidRequestError if the shapes contradict one another."""
+    experts, tokens = trace.target_experts, trace.target_argmax
+    consistent = (
+        experts.ndim == 4
+        and experts.size > 0
+        and np.issubdtype(experts.dtype, np.integer)
+        and trace.draft_experts.shape == experts.shape
+        and np.issubdtype(trace.draft_experts.dtype, np.integer)
+        and min(int(experts.min()), int(trace.draft_experts.min())) >= 0
+        and tokens.shape == trace.draft_argmax.shape == (experts.shape[1], tokens.shape[-1])
+        and trace.prompt_tokens >= 1
+        and tokens.shape[1] >= 2
+        and experts.shape[2] == trace.prompt_tokens + tokens.shape[1]
+    )
+    if not consistent:
+        raise InvalidRequestError(
+            f"{what}: shapes contradict one another: experts {experts.shape} and "
+            f"{trace.draft_experts.shape}, tokens {tokens.shape} and {trace.draft_argmax.shape}, "
+            f"{trace.prompt_tokens} prompt tokens"
+        )
