@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from pallas_kernels.constants import NOT_RESIDENT
 from pallas_kernels.expert_ffn import expert_ffn
 from pallas_kernels.nested_ffn import nested_ffn
+from pallas_kernels.small_dense import Dense, products, runs_in_kernels
 from specter_jax.config import ModelConfig
 from specter_jax.models.attention_gqa import GroupedQueryAttention
 from specter_jax.models.attention_mla import LatentAttention
@@ -26,7 +27,7 @@ from specter_jax.models.kv import KVLayer, token_positions
 from specter_jax.models.linear import Linear
 from specter_jax.models.mlp import GatedMLP
 from specter_jax.models.norms import make_norm
-from specter_jax.models.router import Router
+from specter_jax.models.router import Router, choose_experts
 
 LayerParams = Mapping[str, Any]
 
@@ -38,7 +39,9 @@ class Routed:
     residual: [batch, tokens, hidden], the stream after attention. moe_input: the same shape,
     normalized. experts: int32 [batch, tokens, k], `config.no_expert` where the token is masked.
     weights: float32 [batch, tokens, k]. next_experts: like experts, what the next MoE layer's
-    router says of `residual` (a prediction), or None.
+    router says of `residual` (a prediction), or None. shared: what the shared expert's down
+    projection takes, [batch, tokens, inner], and the logit of its gate, [batch, tokens, 1], if it
+    has one; empty where `close` computes them.
     """
 
     residual: jax.Array
@@ -46,6 +49,7 @@ class Routed:
     experts: jax.Array
     weights: jax.Array
     next_experts: jax.Array | None = None
+    shared: tuple[jax.Array, ...] = ()
 
 
 class MoEBlock(nn.Module):
@@ -69,24 +73,40 @@ class MoEBlock(nn.Module):
         self, hidden: jax.Array, kv: KVLayer, lengths: jax.Array, lengths_seen: jax.Array
     ) -> tuple[Routed, KVLayer]:
         """Attention, residual, norm and router."""
-        attended, kv = self.attention(self.input_norm(hidden), kv, lengths, lengths_seen)
+        attended, kv = self.attention(self.input_norm.deferred(hidden), kv, lengths, lengths_seen)
         residual = _add(hidden, attended)
-        moe_input = self.post_norm(residual)
-        experts, weights = self.router(moe_input)
-        return Routed(residual, moe_input, experts, weights), kv
+        # One kernel for all that takes this input, where there are kernels.
+        shared = self._shared_parts(residual.dtype) if runs_in_kernels(residual) else []
+        logits, *shared, moe_input = products(
+            self.post_norm.deferred(residual), [self.router.dense(), *shared], keep_input=True
+        )
+        experts, weights = choose_experts(self.config, logits)
+        return Routed(residual, moe_input, experts, weights, shared=tuple(shared)), kv
+
+    def _shared_parts(self, dtype: jax.typing.DTypeLike) -> list[Dense]:
+        """Those products of the shared expert that take the normalized stream."""
+        if not self.config.shared_intermediate_size:
+            return []
+        parts = [self.shared_expert.gate_up(dtype)]
+        if self.config.shared_expert_gate:
+            parts.append(self.shared_expert_gate.dense())
+        return parts
 
     def predict(self, residual: jax.Array) -> jax.Array:
         """This layer's choice for another layer's residual stream: int32 [batch, tokens, k]."""
-        return self.router(self.post_norm(residual))[0]
+        return self.router(self.post_norm.deferred(residual))[0]
 
     def close(self, routed: Routed, accumulated: jax.Array) -> jax.Array:
         """Adds the shared expert and the residual to the routed experts' sum."""
-        if self.config.shared_intermediate_size:
-            shared = self.shared_expert(routed.moe_input)
-            if self.config.shared_expert_gate:
-                shared = jax.nn.sigmoid(self.shared_expert_gate(routed.moe_input)) * shared
-            accumulated = accumulated + shared
-        return _add(routed.residual, accumulated)
+        stream = routed.residual
+        if not self.config.shared_intermediate_size:
+            return _add(stream, accumulated)
+        active, *gate = routed.shared or products(
+            routed.moe_input, self._shared_parts(stream.dtype)
+        )
+        return self.shared_expert.down(
+            active, gate[0] if gate else None, (accumulated, stream), stream.dtype
+        )
 
     def __call__(
         self, hidden: jax.Array, kv: KVLayer, lengths: jax.Array, lengths_seen: jax.Array
@@ -113,9 +133,10 @@ class DenseBlock(nn.Module):
         self, hidden: jax.Array, kv: KVLayer, lengths: jax.Array, lengths_seen: jax.Array
     ) -> tuple[jax.Array, KVLayer]:
         """hidden: [batch, tokens, hidden] -> the same, and the updated cache layer."""
-        attended, kv = self.attention(self.input_norm(hidden), kv, lengths, lengths_seen)
+        attended, kv = self.attention(self.input_norm.deferred(hidden), kv, lengths, lengths_seen)
         hidden = _add(hidden, attended)
-        return _add(hidden, self.mlp(self.post_norm(hidden))), kv
+        [active] = products(self.post_norm.deferred(hidden), [self.mlp.gate_up(hidden.dtype)])
+        return self.mlp.down(active, add=(hidden,), dtype=hidden.dtype), kv
 
 
 def _attention(config: ModelConfig, layer: int) -> nn.Module:

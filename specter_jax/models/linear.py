@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.products import contract
+from pallas_kernels.small_dense import Dense, Normalized, products
 
 
 class Linear(nn.Module):
@@ -16,15 +18,35 @@ class Linear(nn.Module):
     outputs: int
     use_bias: bool = False
 
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x: [..., in] -> float32 [..., out], not rounded to x's dtype yet."""
+    def setup(self) -> None:
         shape = (self.outputs, self.inputs)
-        y = contract(x, self.param("weight", nn.initializers.normal(0.02), shape))
+        self.weight = self.param("weight", nn.initializers.normal(0.02), shape)
         if self.use_bias:
-            bias = self.param("bias", nn.initializers.zeros, (self.outputs,))
-            y = y + bias.astype(jnp.float32)
-        return y
+            self.bias = self.param("bias", nn.initializers.zeros, (self.outputs,))
+
+    def dense(
+        self,
+        dtype: jax.typing.DTypeLike = jnp.float32,
+        scale: jax.Array | None = None,
+        add: Sequence[jax.Array] = (),
+    ) -> Dense:
+        """This product, for `products`, with what follows it: see `Dense`."""
+        bias = self.bias if self.use_bias else None
+        return Dense(weight=self.weight, bias=bias, dtype=dtype, scale=scale, add=tuple(add))
+
+    def __call__(
+        self, x: jax.Array | Normalized, add: Sequence[jax.Array] = (), dtype=jnp.float32
+    ) -> jax.Array:
+        """x: [..., in] -> `x @ weight.T + bias` plus each of `add` [..., out], summed in float32.
+
+        dtype: of the result; float32 is not rounded to x's dtype yet.
+        """
+        return products(x, [self.dense(dtype, add=add)])[0]
+
+
+def together(x: jax.Array | Normalized, layers: Sequence[Linear]) -> list[jax.Array]:
+    """Several layers of the same input, read in one pass: [..., out] each, in x's dtype."""
+    return products(x, [layer.dense(x.dtype) for layer in layers])
 
 
 class Embedding(nn.Module):
@@ -41,6 +63,6 @@ class Embedding(nn.Module):
         """tokens: int32 [...] -> [..., hidden] in the weight's dtype."""
         return jnp.take(self.weight, tokens, axis=0, mode="clip")
 
-    def attend(self, x: jax.Array) -> jax.Array:
-        """x: [..., hidden] -> float32 logits [..., vocab]."""
-        return contract(x, self.weight)
+    def attend(self, x: jax.Array | Normalized, bias: jax.Array | None = None) -> jax.Array:
+        """x: [..., hidden] -> float32 logits [..., vocab]. bias: [vocab]."""
+        return products(x, [Dense(weight=self.weight, bias=bias)])[0]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
+from pallas_kernels.small_dense import Dense, products
 from specter_jax.models.linear import Linear
 
 
@@ -15,10 +19,22 @@ class GatedMLP(nn.Module):
     inner: int
     use_bias: bool = False
 
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x: [..., hidden] -> float32 [..., hidden]."""
-        gate = Linear(self.hidden, self.inner, self.use_bias, name="gate_proj")(x)
-        up = Linear(self.hidden, self.inner, self.use_bias, name="up_proj")(x)
-        active = (jax.nn.silu(gate) * up).astype(x.dtype)
-        return Linear(self.inner, self.hidden, self.use_bias, name="down_proj")(active)
+    def setup(self) -> None:
+        self.gate_proj = Linear(self.hidden, self.inner, self.use_bias)
+        self.up_proj = Linear(self.hidden, self.inner, self.use_bias)
+        self.down_proj = Linear(self.inner, self.hidden, self.use_bias)
+
+    def gate_up(self, dtype: jax.typing.DTypeLike) -> Dense:
+        """`silu(gate) * up` in `dtype`, for `products`."""
+        gate, up = self.gate_proj.dense(), self.up_proj.dense()
+        return Dense(weight=gate.weight, bias=gate.bias, up=up.weight, up_bias=up.bias, dtype=dtype)
+
+    def down(
+        self,
+        active: jax.Array,
+        scale: jax.Array | None = None,
+        add: Sequence[jax.Array] = (),
+        dtype: jax.typing.DTypeLike = jnp.float32,
+    ) -> jax.Array:
+        """active: [..., inner] -> [..., hidden]; scale, add and dtype: see `Dense`."""
+        return products(active, [self.down_proj.dense(dtype, scale, add)])[0]

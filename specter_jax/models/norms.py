@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
-from jax import lax
+
+from pallas_kernels.small_dense import Norm, Normalized, normalize, normalized
 
 
 class RMSNorm(nn.Module):
@@ -14,32 +14,34 @@ class RMSNorm(nn.Module):
     size: int
     eps: float
 
-    @nn.compact
+    def setup(self) -> None:
+        self.weight = self.param("weight", nn.initializers.ones, (self.size,))
+
+    def norm(self) -> Norm:
+        """Its parameters, for `pallas_kernels`."""
+        return Norm(weight=self.weight, eps=self.eps)
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: [..., size] -> the same shape and dtype."""
-        weight = self.param("weight", nn.initializers.ones, (self.size,)).astype(jnp.float32)
-        y = x.astype(jnp.float32)
-        y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
-        return (y * weight).astype(x.dtype)
+        return normalize(x, self.norm())
+
+    def deferred(self, x: jax.Array) -> jax.Array | Normalized:
+        """The same for `products`, which may compute it on the way."""
+        return normalized(x, self.norm())
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(RMSNorm):
     """Mean and variance normalization with weight and bias [size] (Ba et al., 1607.06450)."""
 
-    size: int
-    eps: float
+    def setup(self) -> None:
+        super().setup()
+        self.bias = self.param("bias", nn.initializers.zeros, (self.size,))
 
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x: [..., size] -> the same shape and dtype."""
-        weight = self.param("weight", nn.initializers.ones, (self.size,)).astype(jnp.float32)
-        bias = self.param("bias", nn.initializers.zeros, (self.size,)).astype(jnp.float32)
-        y = x.astype(jnp.float32)
-        y = y - jnp.mean(y, -1, keepdims=True)
-        y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
-        return (y * weight + bias).astype(x.dtype)
+    def norm(self) -> Norm:
+        """Its parameters, for `pallas_kernels`."""
+        return Norm(weight=self.weight, bias=self.bias, eps=self.eps)
 
 
-def make_norm(kind: str, size: int, eps: float) -> nn.Module:
+def make_norm(kind: str, size: int, eps: float) -> RMSNorm:
     """kind: "rms" or "layer"."""
     return {"rms": RMSNorm, "layer": LayerNorm}[kind](size, eps)

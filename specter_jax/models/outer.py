@@ -42,11 +42,10 @@ class Outer(nn.Module):
 
     def head(self, hidden: jax.Array) -> jax.Array:
         """hidden: [..., hidden] -> float32 logits [..., vocab]."""
-        hidden = self.norm(hidden)
+        hidden = self.norm.deferred(hidden)
         if not self.config.tie_word_embeddings:
             return self.lm_head(hidden)
-        logits = self.embed.attend(hidden)
-        return logits + self.lm_head() if self.config.lm_head_bias else logits
+        return self.embed.attend(hidden, self.lm_head() if self.config.lm_head_bias else None)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Both ends without the layers; touches every parameter (for shapes)."""

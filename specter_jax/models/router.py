@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.products import contract
+from pallas_kernels import routing
+from pallas_kernels.routing import RoutingRule
+from pallas_kernels.small_dense import Dense, Normalized, products
 from specter_jax.config import ModelConfig
 
 
@@ -19,19 +21,24 @@ class Router(nn.Module):
 
     config: ModelConfig
 
-    @nn.compact
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x: [batch, tokens, hidden] -> experts int32 and weights float32 [batch, tokens, k]."""
-        c = self.config
-        shape = (c.num_experts, c.hidden_size)
-        weight = self.param("weight", nn.initializers.normal(0.02), shape)
+    def setup(self) -> None:
+        shape = (self.config.num_experts, self.config.hidden_size)
+        self.weight = self.param("weight", nn.initializers.normal(0.02), shape)
+
+    def dense(self) -> Dense:
+        """The product that yields float32 logits [..., num_experts], for `products`."""
         # A float32 router weight must not be rounded to bfloat16; bfloat16 products are exact.
-        logits = contract(x if weight.dtype == x.dtype else x.astype(jnp.float32), weight)
-        return choose_experts(c, logits)
+        return Dense(weight=self.weight, widen=True)
+
+    def __call__(self, x: jax.Array | Normalized) -> tuple[jax.Array, jax.Array]:
+        """x: [batch, tokens, hidden] -> experts int32 and weights float32 [batch, tokens, k]."""
+        return choose_experts(self.config, products(x, [self.dense()])[0])
 
 
 def choose_experts(config: ModelConfig, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """logits: float32 [..., num_experts] -> experts int32 [..., k], weights float32 [..., k]."""
+    if routing.supported(logits):
+        return routing.choose_experts(logits, routing_rule(config))
     if config.routing == "sparse_mixer":
         experts, weights = sparse_mixer(logits, config.router_jitter)
     else:
@@ -44,6 +51,19 @@ def choose_experts(config: ModelConfig, logits: jax.Array) -> tuple[jax.Array, j
     if config.routed_scaling_factor != 1.0:
         weights = weights * config.routed_scaling_factor
     return experts.astype(jnp.int32), weights
+
+
+def routing_rule(config: ModelConfig) -> RoutingRule:
+    """What the kernel needs to know of `config`."""
+    return RoutingRule(
+        kind=config.routing,
+        top_k=config.top_k,
+        num_groups=config.num_groups,
+        top_groups=config.top_groups,
+        normalize_weights=config.normalize_weights,
+        scaling_factor=config.routed_scaling_factor,
+        jitter=config.router_jitter,
+    )
 
 
 def limit_groups(scores: jax.Array, num_groups: int, top_groups: int) -> jax.Array:

@@ -1,0 +1,138 @@
+"""Choosing experts from router logits in one kernel, one program a row.
+
+The rules are those of `specter_jax/models/router.py`, which is the reference; XLA makes six to ten
+small kernels of them, a sort among them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels import tuning
+from pallas_kernels.early_launch import let_next_start, supports_early_launch
+
+MOST_ROWS = 1024
+_MOST_EXPERTS = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoutingRule:
+    """kind: "softmax", "group_limited" or "sparse_mixer"; the rest as in `ModelConfig`."""
+
+    kind: Literal["softmax", "group_limited", "sparse_mixer"]
+    top_k: int
+    num_groups: int = 1
+    top_groups: int = 1
+    normalize_weights: bool = False
+    scaling_factor: float = 1.0
+    jitter: float = 0.0
+
+
+def supported(logits: jax.Array) -> bool:
+    """Whether the kernel takes logits [..., num_experts]: an NVIDIA GPU and not too many rows."""
+    experts = logits.shape[-1]
+    rows = logits.size // experts
+    return tuning.is_cuda_gpu() and 0 < rows <= MOST_ROWS and experts <= _MOST_EXPERTS
+
+
+def _best(candidates, ids):
+    """Largest candidate and the lowest id that has it."""
+    value = jnp.max(candidates)
+    return value, jnp.min(jnp.where(candidates == value, ids, ids.shape[0] - 1))
+
+
+def _softmax_choices(logits, ids, num_experts, rule):
+    """Lists of k ids and k weights, scalars."""
+    exponentials = jnp.exp(logits - jnp.max(logits))
+    scores = exponentials / jnp.sum(exponentials)
+    real = ids < num_experts
+    if rule.kind == "group_limited":
+        group_size = num_experts // rule.num_groups
+        remaining = jnp.where(real, scores, -1.0)
+        keep = ids < 0
+        for _ in range(rule.top_groups):
+            _, winner = _best(remaining, ids)
+            member = ids // group_size == winner // group_size
+            keep = keep | member
+            remaining = jnp.where(member, -1.0, remaining)
+        scores = jnp.where(keep, scores, 0.0)
+    candidates = jnp.where(real, scores, -1.0)
+    chosen, weights = [], []
+    for _ in range(rule.top_k):
+        weight, expert = _best(candidates, ids)
+        candidates = jnp.where(ids == expert, -1.0, candidates)
+        chosen.append(expert)
+        weights.append(weight)
+    return chosen, weights
+
+
+def _sparse_mixer_choices(logits, ids, rule):
+    chosen, weights, candidates = [], [], logits
+    for _ in range(rule.top_k):
+        best, expert = _best(candidates, ids)
+        far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > 2 * rule.jitter
+        close = jnp.where(far, 0.0, jnp.exp(candidates - best))
+        chosen.append(expert)
+        weights.append(1 / jnp.sum(close))
+        candidates = jnp.where(ids == expert, -jnp.inf, candidates)
+    return chosen, weights
+
+
+def _kernel(logits_ref, experts_ref, weights_ref, *, rule, early_launch):
+    num_experts = logits_ref.shape[1]
+    row = let_next_start(pl.program_id(0), early_launch)
+    width = max(16, 1 << (num_experts - 1).bit_length())
+    ids = lax.broadcasted_iota(jnp.int32, (width,), 0)
+    line = jnp.full((width,), row, jnp.int32)
+    logits = plgpu.load(logits_ref.at[line, ids], mask=ids < num_experts, other=-jnp.inf)
+    if rule.kind == "sparse_mixer":
+        chosen, weights = _sparse_mixer_choices(logits, ids, rule)
+    else:
+        chosen, weights = _softmax_choices(logits, ids, num_experts, rule)
+    if rule.normalize_weights:
+        total = sum(weights)
+        weights = [weight / total for weight in weights]
+    if rule.scaling_factor != 1.0:
+        weights = [weight * rule.scaling_factor for weight in weights]
+    place = lax.broadcasted_iota(jnp.int32, (1 << (rule.top_k - 1).bit_length(),), 0)
+    ids_out, weights_out = jnp.zeros_like(place), jnp.zeros(place.shape, jnp.float32)
+    for number, (expert, weight) in enumerate(zip(chosen, weights, strict=True)):
+        ids_out = jnp.where(place == number, expert, ids_out)
+        weights_out = jnp.where(place == number, weight, weights_out)
+    line = jnp.full(place.shape, row, jnp.int32)
+    plgpu.store(experts_ref.at[line, place], ids_out, mask=place < rule.top_k)
+    plgpu.store(weights_ref.at[line, place], weights_out, mask=place < rule.top_k)
+
+
+def choose_experts(
+    logits: jax.Array, rule: RoutingRule, *, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """logits: float32 [..., num_experts] -> experts int32 and weights float32, [..., k].
+
+    Ties go to the lower id. A row's bits do not depend on the other rows. interpret: run the
+    kernel's arithmetic on any device, slowly.
+    """
+    flat = logits.reshape(-1, logits.shape[-1])
+    early_launch = not interpret and supports_early_launch(tuning.device_kind())
+    shape = (flat.shape[0], rule.top_k)
+    experts, weights = pl.pallas_call(
+        functools.partial(_kernel, rule=rule, early_launch=early_launch),
+        grid=(flat.shape[0],),
+        out_shape=[
+            jax.ShapeDtypeStruct(shape, jnp.int32),
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+        ],
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="choose_experts",
+    )(flat)
+    out = (*logits.shape[:-1], rule.top_k)
+    return experts.reshape(out), weights.reshape(out)
