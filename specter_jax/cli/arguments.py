@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 from specter_jax.cli.option_types import checked, depth_option, positive
 from specter_jax.cli.plan_arguments import add_plan
+from specter_jax.cli.report_arguments import add_report
 from specter_jax.controller import AUTO
 from specter_jax.offload import DEFAULT_POLICY, POLICIES, get_policy
 from specter_jax.runtime_config import DTYPES
@@ -41,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_info(commands)
     _add_profile(commands)
     add_plan(commands, _add_policy, _add_context)
+    add_report(commands)
     return parser
 
 

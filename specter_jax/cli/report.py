@@ -1,0 +1,83 @@
+"""`specter report`: the evaluation as a page, whose path is printed at the end."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from specter_jax.cli.session import Progress, check_model, prepare_environment
+from specter_jax.errors import InvalidRequestError, MissingFileError
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULT_MODEL = ROOT / "tests" / "data" / "tiny-deepseek_v2"
+DEFAULT_RESULTS = ROOT / "scripts" / "bench" / "results"
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, draw and write; raises SpecterError or OSError."""
+    models = options.models or [_default(DEFAULT_MODEL, "--models")]
+    for model in models:
+        check_model(model)
+    results = options.results
+    if options.gpu and results is None:
+        results = _default(DEFAULT_RESULTS, "--results")
+    _check_folder(options.out)
+    from specter_jax.plots import check_plot
+
+    check_plot("report.svg")
+    prepare_environment()
+    from specter_jax.report.storage import write_report
+
+    report = _report(options, models)
+    _add_true_size(report, options, results)
+    print(write_report(report, options.out))
+
+
+def _report(options: argparse.Namespace, models: list[str]) -> dict[str, Any]:
+    """What was measured here, now or in the report that is drawn again."""
+    from specter_jax.report.evaluation import measure
+    from specter_jax.report.prompts import read_tasks
+    from specter_jax.report.settings import FULL, QUICK
+    from specter_jax.report.storage import read_report
+
+    if options.redraw is not None:
+        return read_report(options.redraw)
+    tasks = read_tasks(options.datasets)
+    settings = QUICK if options.quick else FULL
+    with Progress() as progress:
+
+        def tell(what: str) -> None:
+            progress(what, 0, 1)
+
+        return measure(models, tasks, settings, cache_dir=options.cache_dir, progress=tell)
+
+
+def _add_true_size(report: dict[str, Any], options: argparse.Namespace, results) -> None:
+    from specter_jax.report.evaluation import add_results
+    from specter_jax.report.results import read_results
+    from specter_jax.report.settings import FULL
+    from specter_jax.report.traces import trace_records
+
+    if results is not None:
+        metas, records = read_results(results)
+        add_results(report, records, metas)
+    if options.traces is not None:
+        add_results(report, trace_records(options.traces, FULL))
+
+
+def _default(path: Path, option: str) -> str:
+    """A part of the repository; raises MissingFileError where the package came without it."""
+    if not path.is_dir():
+        raise MissingFileError(f"{path}: no such directory; give {option}")
+    return str(path)
+
+
+def _check_folder(path: str) -> None:
+    """Raises InvalidRequestError if the output cannot be put there, before long work."""
+    folder = Path(path)
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        raise InvalidRequestError(f"--out {path}: {folder} is not a directory")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InvalidRequestError(f"--out {path}: cannot be written")

@@ -1,0 +1,252 @@
+"""Figures of time: 7 (depth), 10 (prefill), 11 (formats of the draft), 12 (ways to verify)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from specter_jax.report.style import (
+    BLACK,
+    Panel,
+    bar_style,
+    even_ticks,
+    grid,
+    grouped,
+    legend_below,
+    line_style,
+    listed,
+    places,
+    svg_of,
+)
+
+Records = list[dict[str, Any]]
+
+
+def draw_depth(records: Records) -> Panel:
+    """Figure 7: time per token over depth, the least marked, and what `auto` chose."""
+    models = grouped(records, "model")
+    figure, (row,) = grid(1, len(models), 3.0)
+    for axes, (model, curves) in zip(row, models.items(), strict=True):
+        depths = sorted({point["depth"] for curve in curves for point in curve["points"]})
+        for place, curve in enumerate(curves):
+            points = curve["points"]
+            style = line_style(place)
+            x = [depths.index(point["depth"]) for point in points]
+            axes.plot(x, [point["tpot_ms"] for point in points], label=_where(curve), **style)
+            best = _best(curve)
+            label = "least" if place == 0 else None
+            spot = (depths.index(best["depth"]), best["tpot_ms"])
+            axes.plot(*spot, "*", color=BLACK, markersize=12, label=label, zorder=5)
+            auto = curve.get("auto")
+            if auto:
+                axes.axhline(auto["tpot_ms"], color=style["color"], linewidth=1, linestyle=":")
+                axes.annotate(
+                    f"auto: {auto['tpot_ms']:.2f}, mostly depth {auto['depth']}",
+                    (0.98, auto["tpot_ms"]),
+                    xycoords=("axes fraction", "data"),
+                    xytext=(0, 2),
+                    textcoords="offset points",
+                    ha="right",
+                    fontsize=7,
+                    color=style["color"],
+                )
+        axes.set_ylim(bottom=0)
+        even_ticks(axes, depths, "depth (0: plain decoding)")
+        axes.set_title(model)
+        axes.legend(loc="lower left", fontsize=7)
+    row[0].set_ylabel("time per output token, ms")
+    return Panel(svg_of(figure), _depth_sentence(records), _depth_rows(records))
+
+
+def _best(curve: dict[str, Any]) -> dict[str, Any]:
+    return min(curve["points"], key=lambda point: point["tpot_ms"])
+
+
+def _where(record: dict[str, Any]) -> str:
+    parts = (record.get("budget"), record.get("expert_format"), record.get("dataset"))
+    return ", ".join(str(part) for part in parts if part and part != "None")
+
+
+def _depth_sentence(records: Records) -> str:
+    parts = []
+    for record in records[:6]:
+        best, auto = _best(record), record.get("auto")
+        text = f"depth {best['depth']} with {best['tpot_ms']:.2f} ms ({record['model']}"
+        text += f", {_where(record)})" if len(records) > 3 else ")"
+        if auto:
+            ratio = auto["tpot_ms"] / best["tpot_ms"]
+            text += f", where auto ran mostly at {auto['depth']} and took {ratio:.2f} times that"
+        parts.append(text)
+    more = f" (first {len(parts)} of {len(records)} curves)" if len(parts) < len(records) else ""
+    return f"Time per output token is least at {listed(parts)}{more}."
+
+
+def _depth_rows(records: Records) -> Records:
+    rows = []
+    for record in records:
+        points = [(str(point["depth"]), point) for point in record["points"]]
+        if record.get("auto"):
+            points.append((f"auto ({record['auto']['depth']})", record["auto"]))
+        rows += [
+            {
+                "model": record["model"],
+                "budget": _where(record),
+                "depth": depth,
+                "TPOT, ms": point["tpot_ms"],
+                "acceptance": (point.get("stats") or {}).get("acceptance_rate"),
+                "hit rate": (point.get("stats") or {}).get("hit_rate"),
+            }
+            for depth, point in points
+        ]
+    return rows
+
+
+def draw_prefill(records: Records) -> Panel:
+    """Figure 10: prefill latency and peak memory over prompt length."""
+    models = grouped(records, "model")
+    where = places(record["system"] for record in records)
+    figure, (above, below) = grid(2, len(models), 2.5)
+    lengths = sorted({record["tokens"] for record in records})
+    for column, (model, ours) in enumerate(models.items()):
+        for (system, budget), curve in grouped(ours, "system", "budget").items():
+            curve = sorted(curve, key=lambda record: record["tokens"])
+            x = [lengths.index(record["tokens"]) for record in curve]
+            label = f"{system}, {budget}" if budget else system
+            style = line_style(where[system])
+            above[column].plot(x, [record["prefill_ms"] for record in curve], label=label, **style)
+            peaks = [(at, r["peak_device_bytes"]) for at, r in zip(x, curve, strict=True)]
+            peaks = [(at, peak / 2**30) for at, peak in peaks if peak]
+            below[column].plot(*zip(*peaks, strict=True), label=label, **style) if peaks else None
+        above[column].set_title(model)
+        above[column].set_yscale("log")
+        below[column].set_ylim(bottom=0)
+        for axes in (above[column], below[column]):
+            even_ticks(axes, lengths, "prompt, tokens")
+    above[0].set_ylabel("prefill, ms (log)")
+    below[0].set_ylabel("peak device memory, GiB")
+    legend_below(figure, above[0], columns=4)
+    return Panel(
+        svg_of(figure),
+        _prefill_sentence(records),
+        [
+            {
+                "model": record["model"],
+                "system": record["system"],
+                "budget": record.get("budget"),
+                "tokens": record["tokens"],
+                "prefill, ms": record["prefill_ms"],
+                "peak, MiB": record["peak_device_bytes"] and record["peak_device_bytes"] / 2**20,
+            }
+            for record in records
+        ],
+    )
+
+
+def _prefill_sentence(records: Records) -> str:
+    parts = []
+    for model, ours in grouped(records, "model").items():
+        longest = max(record["tokens"] for record in ours)
+        at_longest = [record for record in ours if record["tokens"] == longest]
+        at_longest.sort(key=lambda record: record["prefill_ms"])
+        times = [f"{record['prefill_ms']:.0f} ms ({record['system']})" for record in at_longest[:4]]
+        parts.append(f"{listed(times)} for {longest} tokens on {model}")
+    return f"Prefill takes {'; '.join(parts)}."
+
+
+def draw_draft_formats(records: Records) -> Panel:
+    """Figure 11: time per token and throughput of the draft by format of its experts."""
+    batches = sorted({record["batch"] for record in records})
+    formats = {name: place for place, name in enumerate(grouped(records, "format"))}
+    figure, ((times, throughput),) = grid(1, 2, 3.2)
+    single = [record for record in records if record["batch"] == batches[0]]
+    largest = [record for record in records if record["batch"] == batches[-1]]
+    _format_bars(times, single, formats, "tpot_ms", "{:.3g}")
+    _format_bars(throughput, largest, formats, "tokens_per_s", "{:,.0f}")
+    scope = records[0].get("scope", "draft step")
+    times.set_ylabel(f"{scope}, ms")
+    times.set_title(f"time per token at batch {batches[0]}")
+    throughput.set_ylabel("tokens per second")
+    throughput.set_title(f"throughput at batch {batches[-1]}")
+    legend_below(figure, times)
+    parts = []
+    for model, ours in grouped(single, "model").items():
+        values = [f"{record['tpot_ms']:.3g} ms ({record['format']})" for record in ours]
+        parts.append(f"{listed(values)} on {model}")
+    return Panel(
+        svg_of(figure),
+        f"At batch {batches[0]}, one token through the draft ({scope}) takes {'; '.join(parts)}.",
+        [
+            {
+                "model": record["model"],
+                "format": record["format"],
+                "batch": record["batch"],
+                "time, ms": record["tpot_ms"],
+                "tokens per s": record["tokens_per_s"],
+            }
+            for record in records
+        ],
+    )
+
+
+def _format_bars(axes: Any, records: Records, formats: dict, field: str, shown: str) -> None:
+    models = list(grouped(records, "model"))
+    width = 0.8 / len(formats)
+    for name, place in formats.items():
+        ours = [record for record in records if record["format"] == name]
+        x = np.array([models.index(record["model"]) for record in ours])
+        x = x + (place - (len(formats) - 1) / 2) * width
+        bars = axes.bar(x, [r[field] for r in ours], width, label=name, **bar_style(place))
+        axes.bar_label(
+            bars, [shown.format(record[field]) for record in ours], fontsize=6, padding=1
+        )
+    axes.set_xticks(range(len(models)), models)
+
+
+def draw_verification(records: Records) -> Panel:
+    """Figure 12: one layer's experts for all positions of a verification, in different orders."""
+    models = grouped(records, "model")
+    orders = {name: place for place, name in enumerate(grouped(records, "order"))}
+    figure, (row,) = grid(1, len(models), 3.0)
+    parts = []
+    for axes, (model, ours) in zip(row, models.items(), strict=True):
+        positions = sorted({record["positions"] for record in ours})
+        for order, curve in grouped(ours, "order").items():
+            curve = sorted(curve, key=lambda record: record["positions"])
+            x = [positions.index(record["positions"]) for record in curve]
+            times = [record["layer_ms"] for record in curve]
+            axes.plot(x, times, label=order, **line_style(orders[order]))
+        axes.set_ylim(bottom=0)
+        even_ticks(axes, positions, "positions verified")
+        axes.set_title(model)
+        parts += _ratio_of_orders(model, ours)
+    row[0].set_ylabel("routed experts of one layer, ms")
+    legend_below(figure, row[0])
+    return Panel(
+        svg_of(figure),
+        f"Token-wise execution takes {listed(parts)} times as long as expert-wise execution of "
+        "the same work.",
+        [
+            {
+                "model": record["model"],
+                "order": record["order"],
+                "positions": record["positions"],
+                "layer, ms": record["layer_ms"],
+                "distinct experts": record.get("distinct"),
+            }
+            for record in records
+        ],
+    )
+
+
+def _ratio_of_orders(model: str, records: Records) -> list[str]:
+    by_order = {
+        order: {record["positions"]: record["layer_ms"] for record in curve}
+        for order, curve in grouped(records, "order").items()
+    }
+    token_wise, expert_wise = (by_order.get(name, {}) for name in ("token-wise", "expert-wise"))
+    both = sorted(token_wise.keys() & expert_wise.keys())
+    if not both:
+        return []
+    ratio = token_wise[both[-1]] / expert_wise[both[-1]]
+    return [f"{ratio:.2f} ({model}, {both[-1]} positions)"]

@@ -1,0 +1,163 @@
+"""How figures look: colours and marks that survive grey print and colour-blind eyes, and sizes.
+
+Colours are Okabe and Ito's. No two series differ by colour alone: lines have their own marker and
+dash, bars their own hatch. Figures are drawn without pyplot: no global state, no display needed.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BLACK, GREY, LIGHT = "#000000", "#666666", "#dddddd"
+BLUE, VERMILION, GREEN = "#0072B2", "#D55E00", "#009E73"
+PURPLE, ORANGE, SKY = "#CC79A7", "#E69F00", "#56B4E9"
+
+COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+HATCHES = ("", "///", "...", "xxx", "\\\\\\", "++", "oo")
+
+# Ours looks the same in every figure, whatever else is compared.
+PLACES = {
+    "specter": 0,
+    "lookahead": 0,
+    "sp-moe": 1,
+    "sp-l": 1,
+    "mo-sm": 2,
+    "sp-e": 2,
+    "specmoeoff": 3,
+    "lru-s": 3,
+    "mo": 4,
+    "lru": 4,
+    "transformers": 5,
+}
+
+WIDTH = 10.0
+"""Of a figure, inches; shown at 96 pixels an inch or scaled to the page."""
+
+_PARAMETERS = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.labelsize": 9,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "hatch.linewidth": 0.6,
+    # Identical input gives identical files.
+    "svg.hashsalt": "specter",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One drawn figure: a picture, the sentence that says what it shows, and its numbers."""
+
+    svg: bytes
+    sentence: str
+    rows: list[dict[str, Any]]
+
+    @property
+    def data_uri(self) -> str:
+        """The picture as the address of an image that needs no file."""
+        return "data:image/svg+xml;base64," + base64.b64encode(self.svg).decode("ascii")
+
+
+@contextlib.contextmanager
+def drawing() -> Iterator[None]:
+    """Everything inside is drawn in this module's style."""
+    import matplotlib
+
+    with matplotlib.rc_context(_PARAMETERS):
+        yield
+
+
+def grid(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure, list[list[Axes]]]:
+    """A figure of `rows` x `columns` axes, `height` inches each row; axes by row and column."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height * rows + 0.3), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, **options)
+    for row in axes:
+        for one in row:
+            one.grid(axis="y", color=LIGHT, linewidth=0.6)
+            one.set_axisbelow(True)
+    return figure, [list(row) for row in axes]
+
+
+def svg_of(figure: Figure) -> bytes:
+    """The figure as SVG, without a date."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
+
+
+def line_style(place: int) -> dict[str, Any]:
+    """Colour, marker and dash of the series at this place."""
+    return {
+        "color": COLOURS[place % len(COLOURS)],
+        "marker": MARKERS[place % len(MARKERS)],
+        "linestyle": DASHES[place % len(DASHES)],
+        "markersize": 5,
+        "linewidth": 1.5,
+    }
+
+
+def bar_style(place: int) -> dict[str, Any]:
+    """Colour and hatch of the bars at this place."""
+    return {
+        "facecolor": COLOURS[place % len(COLOURS)],
+        "hatch": HATCHES[place % len(HATCHES)],
+        "edgecolor": "white",
+        "linewidth": 0.5,
+    }
+
+
+def places(names: Iterable[str]) -> dict[str, int]:
+    """A place for each name: the fixed one if it has one, else the next that is free."""
+    names = list(dict.fromkeys(names))
+    taken = {name: PLACES[name] for name in names if name in PLACES}
+    free = (place for place in range(1000) if place not in taken.values())
+    return {name: taken[name] if name in taken else next(free) for name in names}
+
+
+def even_ticks(axes: Axes, values: Sequence[Any], label: str) -> None:
+    """Marks values that stand at equal distances 0, 1, ... on the x axis."""
+    axes.set_xticks(range(len(values)), [str(value) for value in values])
+    axes.set_xlabel(label)
+
+
+def legend_below(figure: Figure, axes: Axes, columns: int = 7) -> None:
+    """One legend for all axes, of the series of one of them, below the figure."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=min(columns, max(len(labels), 1))
+    )
+
+
+def grouped(records: Iterable[dict[str, Any]], *names: str) -> dict[Any, list[dict[str, Any]]]:
+    """Records by the values of some of their fields, in order of appearance; one name: no tuple."""
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for record in records:
+        key = tuple(record.get(name) for name in names)
+        groups.setdefault(key[0] if len(names) == 1 else key, []).append(record)
+    return groups
+
+
+def listed(parts: Sequence[str]) -> str:
+    """Parts of a sentence joined by commas and a final "and"."""
+    if len(parts) < 2:
+        return "".join(parts)
+    return ", ".join(parts[:-1]) + " and " + parts[-1]
