@@ -65,8 +65,10 @@ class Stats:
     decode_ms: float
     tpot_ms: float | None
     # Drafting and verification, which make up decode_ms but for bookkeeping. wait_ms is part of
-    # them: the host waiting for expert transfers.
+    # them: the host waiting for expert transfers. boundary_ms is part of draft_ms: the host
+    # between chunks, choosing experts and starting transfers, while the device has nothing to do.
     wait_ms: float
+    boundary_ms: float
     draft_ms: float
     verify_ms: float
     # Most device memory in use at any time, in bytes; where the device does not report it (CPU),
@@ -106,6 +108,7 @@ class StatsRecorder:
     bytes_host_to_device: int = 0
     prefill_ms: float = 0.0
     wait_ms: float = 0.0
+    boundary_ms: float = 0.0
     draft_ms: float = 0.0
     verify_ms: float = 0.0
     peak_device_bytes: int = 0
@@ -190,6 +193,7 @@ class StatsRecorder:
             decode_ms=decode_ms,
             tpot_ms=tpot_ms,
             wait_ms=self.wait_ms,
+            boundary_ms=self.boundary_ms,
             draft_ms=self.draft_ms,
             verify_ms=self.verify_ms,
             peak_device_bytes=self.peak_device_bytes,
@@ -241,6 +245,7 @@ def merge(stats: Sequence[Stats]) -> Stats:
         decode_ms=total("decode_ms"),
         tpot_ms=_weighted((one.tpot_ms, one.new_tokens - one.sequences) for one in stats),
         wait_ms=total("wait_ms"),
+        boundary_ms=total("boundary_ms"),
         draft_ms=total("draft_ms"),
         verify_ms=total("verify_ms"),
         peak_device_bytes=max(one.peak_device_bytes for one in stats),

@@ -200,3 +200,20 @@ def test_prefetch_never_pushes_out_what_an_earlier_layer_will_use():
     eviction.begin_iteration(predicted)
     # Only (1, 1) is not predicted; layer 2's experts come after all the others.
     assert cache.admit([(2, 0), (2, 1), (2, 2)]) == [(2, 0)]
+
+
+def test_experts_of_several_layers_are_placed_together_and_never_evict_one_another():
+    values = np.arange(M * E, dtype=float).reshape(M, E)
+    cache = make_cache(4, FixedRetention(values))
+    cache.reserve_many(0, [0, 1, 2], next_layer=0)
+    placed = cache.reserve_keys([(1, 0), (0, 3), (2, 1)], next_layer=0)
+    # One slot was free; then the two of the lowest retention leave, lowest first.
+    assert [placement.evicted for placement in placed] == [None, (0, 0), (0, 1)]
+    assert {key for key in zip(*np.nonzero(cache.resident), strict=True)} == {
+        (0, 2),
+        (0, 3),
+        (1, 0),
+        (2, 1),
+    }
+    with pytest.raises(InvalidRequestError, match="distinct"):
+        cache.reserve_keys([(2, 0), (2, 0)], next_layer=0)

@@ -56,6 +56,8 @@ def draft(ctx: Context, state: DecodeState, depth: int, most: int = MAX_DEPTH) -
     cover_last = ctx.policy.prefetch == "draft" and not ctx.pool.cache.resident.all()
     num_steps = useful + cover_last
     elb = ExpertLookaheadBuffer(ctx.config.num_moe_layers, ctx.config.num_experts)
+    # Nothing to fetch on the way: one meeting with the host at the end is enough.
+    chunk_tokens = ctx.runtime.chunk_tokens if cover_last else num_steps
     prefetcher = _Prefetcher(ctx, num_steps)
     tokens, experts, probs = [], [], []
     last = state.last
@@ -63,7 +65,7 @@ def draft(ctx: Context, state: DecodeState, depth: int, most: int = MAX_DEPTH) -
         first = len(tokens)
         with ctx.trace.span("draft", "chunk", first=first):
             chunk = []
-            for position in range(first, min(first + ctx.runtime.chunk_tokens, num_steps)):
+            for position in range(first, min(first + chunk_tokens, num_steps)):
                 step, state.kv = ctx.programs.draft_step(
                     ctx.params, state.kv, last, state.lengths + position, state.active, state.draws
                 )
@@ -74,7 +76,8 @@ def draft(ctx: Context, state: DecodeState, depth: int, most: int = MAX_DEPTH) -
         probs += [step.probs for step in chunk if step.probs is not None]
         elb.add(np.stack(experts[first:], 2))
         snapshot = elb.snapshot()
-        prefetcher.boundary(snapshot, np.stack(experts, 2), len(tokens))
+        with ctx.recorder.timed("boundary_ms"):
+            prefetcher.boundary(snapshot, np.stack(experts, 2), len(tokens))
     return Drafted(
         tokens=np.pad(np.stack(tokens[:useful], 1), ((0, 0), (0, depth - useful))),
         experts=np.stack(experts, 2),
@@ -115,7 +118,7 @@ class _Prefetcher:
             return
         with ctx.trace.span("host", "boundary", done=done):
             pool = ctx.pool
-            arrived = [key for key in pool.staged_keys() if pool.has_arrived(*key)]
+            arrived = pool.arrived()
             reach = reachable_layers(
                 snapshot.predicted.sum(1), self._num_steps / done, pool.num_slots
             )

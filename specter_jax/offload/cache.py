@@ -11,7 +11,8 @@ has exactly one slot, no two share one, resident experts and free slots add up t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -185,24 +186,48 @@ class ExpertCache:
             CacheFullError: if there are not enough slots; then nothing changes.
             InvalidRequestError: if an expert is resident or named twice; then nothing changes.
         """
-        ids = _ids(experts)
-        if len(np.unique(ids)) != len(ids) or (self._table[layer, ids] != NOT_RESIDENT).any():
-            raise InvalidRequestError(
-                f"layer {layer}: experts {ids.tolist()} to place must be distinct and not resident"
-            )
-        num_victims = max(0, len(ids) - self.num_free)
+        keys = [(layer, expert) for expert in _ids(experts).tolist()]
+        return self.reserve_keys(keys, next_layer=next_layer, protect=protect)
+
+    def reserve_keys(
+        self,
+        keys: Sequence[tuple[int, int]],
+        *,
+        next_layer: int,
+        protect: np.ndarray | None = None,
+    ) -> list[Placement]:
+        """`reserve_many` for experts of any layers: (layer, expert) pairs, chosen for together.
+
+        One look at the eviction order serves them all, unless each layer has its own share of the
+        slots; then layers are served in the order in which they come.
+        """
+        if len(set(keys)) != len(keys) or any(self._table[key] != NOT_RESIDENT for key in keys):
+            raise InvalidRequestError(f"experts {keys} to place must be distinct and not resident")
+        if not self.eviction.per_layer:
+            return self._place(keys, next_layer, protect)
+        placements = []
+        for _, group in itertools.groupby(keys, key=lambda key: key[0]):
+            placements += self._place(list(group), next_layer, protect)
+        return placements
+
+    def _place(
+        self, keys: Sequence[tuple[int, int]], next_layer: int, protect: np.ndarray | None
+    ) -> list[Placement]:
+        """Free slots first, then those of the victims, lowest retention first."""
+        num_victims = max(0, len(keys) - self.num_free)
+        layer = keys[0][0] if keys else 0
         victims = self._choose_victims(num_victims, layer, next_layer, protect)
         placements = []
-        for expert in ids.tolist():
+        for key in keys:
             if self._free:
                 slot, evicted = self._free.pop(), None
             else:
-                slot = int(victims[len(placements) - (len(ids) - num_victims)])
+                slot = int(victims[len(placements) - (len(keys) - num_victims)])
                 evicted = divmod(int(self._owner[slot]), self.num_experts)
                 self._table[evicted] = NOT_RESIDENT
-            self._owner[slot] = layer * self.num_experts + expert
-            self._table[layer, expert] = slot
-            self.eviction.loaded(layer, expert)
+            self._owner[slot] = key[0] * self.num_experts + key[1]
+            self._table[key] = slot
+            self.eviction.loaded(*key)
             placements.append(Placement(slot=slot, evicted=evicted))
         return placements
 
