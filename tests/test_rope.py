@@ -4,9 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.decode_attention.reference import rotate
 from specter_jax.config import ModelConfig
 from specter_jax.models.decoder import lengths_seen
-from specter_jax.models.rope import attention_factor, inverse_frequencies, rotate, rotation
+from specter_jax.models.rope import attention_factor, inverse_frequencies, rotation
 from tests.checkpoints import tiny_config
 
 FACTORS = {

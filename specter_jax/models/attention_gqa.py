@@ -6,12 +6,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.products import einsum
+from pallas_kernels.decode_attention import attend_grouped
+from pallas_kernels.small_dense import Normalized
 from specter_jax.config import ModelConfig
-from specter_jax.models.kv import KVLayer, append, readable, token_positions
-from specter_jax.models.linear import Linear
+from specter_jax.models.kv import KVLayer, token_positions
+from specter_jax.models.linear import Linear, together
 from specter_jax.models.norms import RMSNorm
-from specter_jax.models.rope import rotate, rotation
+from specter_jax.models.rope import rotation
 
 
 class GroupedQueryAttention(nn.Module):
@@ -22,28 +23,43 @@ class GroupedQueryAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, kv: KVLayer, lengths: jax.Array, lengths_seen: jax.Array
+        self,
+        x: jax.Array | Normalized,
+        kv: KVLayer,
+        lengths: jax.Array,
+        lengths_seen: jax.Array,
+        residual: jax.Array | None = None,
     ) -> tuple[jax.Array, KVLayer]:
         """Appends x's keys and values, attends, projects.
 
         x: [batch, tokens, hidden]. lengths: int32 [batch]. lengths_seen: see `rope.rotation`.
-        Returns float32 [batch, tokens, hidden] and the updated cache layer.
+        residual: a stream [batch, tokens, hidden] to add to, or None. Returns [batch, tokens,
+        hidden], the stream in its dtype or float32, and the updated cache layer.
         """
         c = self.config
-        positions = token_positions(lengths, x.shape[1])
-        q, k, v = self._project(x)
-        cos, sin = rotation(c.rope, positions, lengths_seen)
-        q = rotate(q, cos, sin, interleaved=c.rope.interleaved).astype(x.dtype)
-        k = rotate(k, cos, sin, interleaved=c.rope.interleaved)
-        kv = {"k": append(kv["k"], k, positions), "v": append(kv["v"], v, positions)}
-        mask = readable(positions, kv["k"].shape[1], self.window)
-        output = grouped_attention(q, kv["k"], kv["v"], mask, c.softmax_scale)
-        output = output.astype(x.dtype).reshape(*x.shape[:2], -1)
-        width = c.num_heads * c.v_head_dim
-        projected = Linear(width, c.hidden_size, c.output_bias, name="o_proj")(output)
-        return projected, kv
+        rows = x.shape[:2]
+        cos, sin = rotation(c.rope, token_positions(lengths, rows[1]), lengths_seen)
+        output, keys, values = attend_grouped(
+            *self._project(x),
+            cos,
+            sin,
+            kv["k"],
+            kv["v"],
+            lengths,
+            window=self.window,
+            scale=c.softmax_scale,
+            interleaved=c.rope.interleaved,
+            compute_dtype=x.dtype,
+        )
+        projection = Linear(c.num_heads * c.v_head_dim, c.hidden_size, c.output_bias, name="o_proj")
+        output = output.reshape(*rows, -1)
+        if residual is None:
+            projected = projection(output)
+        else:
+            projected = projection(output, add=(residual,), dtype=residual.dtype)
+        return projected, {"k": keys, "v": values}
 
-    def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _project(self, x: jax.Array | Normalized) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values [batch, tokens, heads, head_dim] before rotation."""
         c = self.config
         widths = {
@@ -51,9 +67,12 @@ class GroupedQueryAttention(nn.Module):
             "k": c.num_kv_heads * c.head_dim,
             "v": c.num_kv_heads * c.v_head_dim,
         }
-        q, k, v = (
-            Linear(c.hidden_size, width, c.qkv_bias, name=f"{part}_proj")(x).astype(x.dtype)
-            for part, width in widths.items()
+        q, k, v = together(
+            x,
+            [
+                Linear(c.hidden_size, width, c.qkv_bias, name=f"{part}_proj")
+                for part, width in widths.items()
+            ],
         )
         if c.qk_norm == "full":
             q = RMSNorm(widths["q"], c.norm_eps, name="q_norm")(q)
@@ -67,22 +86,3 @@ class GroupedQueryAttention(nn.Module):
             q = RMSNorm(c.head_dim, c.norm_eps, name="q_norm")(q)
             k = RMSNorm(c.head_dim, c.norm_eps, name="k_norm")(k)
         return q, k, v
-
-
-def grouped_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scale: float
-) -> jax.Array:
-    """Softmax attention with scores and sums in float32.
-
-    q: [batch, tokens, heads, dim]. k: [batch, capacity, kv_heads, dim]. v: [batch, capacity,
-    kv_heads, v_dim]. mask: bool [batch, tokens, capacity], at least one true per token. Returns
-    float32 [batch, tokens, heads, v_dim].
-    """
-    batch, tokens, heads, dim = q.shape
-    groups = heads // k.shape[2]
-    q = q.reshape(batch, tokens, k.shape[2], groups, dim)
-    scores = einsum("btngd,bsnd->bntgs", q, k)
-    scores = jnp.where(mask[:, None, :, None, :], scores * scale, -jnp.inf)
-    probabilities = jax.nn.softmax(scores, -1).astype(q.dtype)
-    output = einsum("bntgs,bsnd->btngd", probabilities, v)
-    return output.reshape(batch, tokens, heads, v.shape[-1])

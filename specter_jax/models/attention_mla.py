@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.products import einsum
+from pallas_kernels.decode_attention import attend_latent
+from pallas_kernels.small_dense import Normalized
 from specter_jax.config import ModelConfig
-from specter_jax.models.kv import KVLayer, append, readable, token_positions
-from specter_jax.models.linear import Linear
+from specter_jax.models.kv import KVLayer, token_positions
+from specter_jax.models.linear import Linear, together
 from specter_jax.models.norms import RMSNorm
-from specter_jax.models.rope import rotate, rotation
+from specter_jax.models.rope import rotation
 
 LATENT_NORM_EPS = 1e-6
 """The norms of latents take this whatever the checkpoint's rms_norm_eps (as in transformers)."""
@@ -31,83 +31,73 @@ class LatentAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, kv: KVLayer, lengths: jax.Array, lengths_seen: jax.Array
+        self,
+        x: jax.Array | Normalized,
+        kv: KVLayer,
+        lengths: jax.Array,
+        lengths_seen: jax.Array,
+        residual: jax.Array | None = None,
     ) -> tuple[jax.Array, KVLayer]:
         """Appends x's latents, attends, projects.
 
         x: [batch, tokens, hidden]. lengths: int32 [batch]. lengths_seen: see `rope.rotation`.
-        Returns float32 [batch, tokens, hidden] and the updated cache layer.
+        residual: a stream [batch, tokens, hidden] to add to, or None. Returns [batch, tokens,
+        hidden], the stream in its dtype or float32, and the updated cache layer.
         """
         c = self.config
-        positions = token_positions(lengths, x.shape[1])
-        cos, sin = rotation(c.rope, positions, lengths_seen)
-        q = self._queries(x).reshape(*x.shape[:2], c.num_heads, c.head_dim)
-        q_nope, q_rope = q[..., : c.qk_nope_head_dim], q[..., c.qk_nope_head_dim :]
-        q_rope = rotate(q_rope, cos, sin, interleaved=c.rope.interleaved).astype(x.dtype)
-
-        width = c.kv_lora_rank + c.rope.dim
-        compressed = Linear(c.hidden_size, width, c.qkv_bias, name="kv_a_proj")(x).astype(x.dtype)
-        latent, k_rope = compressed[..., : c.kv_lora_rank], compressed[..., c.kv_lora_rank :]
-        latent = RMSNorm(c.kv_lora_rank, LATENT_NORM_EPS, name="kv_a_norm")(latent)
-        k_rope = rotate(k_rope[:, :, None], cos, sin, interleaved=c.rope.interleaved)[:, :, 0]
-        kv = {
-            "latent": append(kv["latent"], latent, positions),
-            "rope": append(kv["rope"], k_rope, positions),
-        }
-        mask = readable(positions, kv["latent"].shape[1], self.window)
-
-        key_up, value_up = KVUpProjection(c, name="kv_b_proj")()
-        q_latent = einsum("bthd,hdr->bthr", q_nope, key_up).astype(x.dtype)
-        attended = latent_attention(
-            q_latent, q_rope, kv["latent"], kv["rope"], mask, c.softmax_scale
+        rows = x.shape[:2]
+        cos, sin = rotation(c.rope, token_positions(lengths, rows[1]), lengths_seen)
+        q, compressed = self._project(x)
+        norm = RMSNorm(c.kv_lora_rank, LATENT_NORM_EPS, name="kv_a_norm").norm()
+        output, latent, rope = attend_latent(
+            q.reshape(*rows, c.num_heads, c.head_dim),
+            compressed,
+            norm.weight,
+            KVUpProjection(c, name="kv_b_proj")(),
+            cos,
+            sin,
+            kv["latent"],
+            kv["rope"],
+            lengths,
+            window=self.window,
+            scale=c.softmax_scale,
+            interleaved=c.rope.interleaved,
+            eps=norm.eps,
+            compute_dtype=x.dtype,
         )
-        output = einsum("bthr,hvr->bthv", attended.astype(x.dtype), value_up)
-        output = output.astype(x.dtype).reshape(*x.shape[:2], -1)
-        width = c.num_heads * c.v_head_dim
-        return Linear(width, c.hidden_size, c.output_bias, name="o_proj")(output), kv
+        projection = Linear(c.num_heads * c.v_head_dim, c.hidden_size, c.output_bias, name="o_proj")
+        output = output.reshape(*rows, -1)
+        if residual is None:
+            projected = projection(output)
+        else:
+            projected = projection(output, add=(residual,), dtype=residual.dtype)
+        return projected, {"latent": latent, "rope": rope}
 
-    def _queries(self, x: jax.Array) -> jax.Array:
-        """[batch, tokens, heads * head_dim] in x's dtype."""
+    def _project(self, x: jax.Array | Normalized) -> list[jax.Array]:
+        """Queries and compressed keys and values: [batch, tokens, ...] in x's dtype."""
         c = self.config
         width = c.num_heads * c.head_dim
+        kv_width = c.kv_lora_rank + c.rope.dim
+        kv_proj = Linear(c.hidden_size, kv_width, c.qkv_bias, name="kv_a_proj")
         if not c.q_lora_rank:
-            return Linear(c.hidden_size, width, name="q_proj")(x).astype(x.dtype)
-        latent = Linear(c.hidden_size, c.q_lora_rank, c.qkv_bias, name="q_a_proj")(x)
-        latent = RMSNorm(c.q_lora_rank, LATENT_NORM_EPS, name="q_a_norm")(latent.astype(x.dtype))
-        return Linear(c.q_lora_rank, width, name="q_b_proj")(latent).astype(x.dtype)
+            return together(x, [Linear(c.hidden_size, width, name="q_proj"), kv_proj])
+        q_a_proj = Linear(c.hidden_size, c.q_lora_rank, c.qkv_bias, name="q_a_proj")
+        latent, compressed = together(x, [q_a_proj, kv_proj])
+        latent = RMSNorm(c.q_lora_rank, LATENT_NORM_EPS, name="q_a_norm").deferred(latent)
+        [q] = together(latent, [Linear(c.q_lora_rank, width, name="q_b_proj")])
+        return [q, compressed]
 
 
 class KVUpProjection(nn.Module):
-    """`weight` [heads * (nope + v), rank], seen as the two projections it stacks per head."""
+    """`weight` [heads * (nope + v), rank]: per head the projection of keys, then that of values."""
 
     config: ModelConfig
 
     @nn.compact
-    def __call__(self) -> tuple[jax.Array, jax.Array]:
-        """Keys [heads, nope, rank] and values [heads, v, rank]."""
+    def __call__(self) -> jax.Array:
+        """[heads, nope + v, rank]."""
         c = self.config
         per_head = c.qk_nope_head_dim + c.v_head_dim
         shape = (c.num_heads * per_head, c.kv_lora_rank)
         weight = self.param("weight", nn.initializers.normal(0.02), shape)
-        weight = weight.reshape(c.num_heads, per_head, c.kv_lora_rank)
-        return weight[:, : c.qk_nope_head_dim], weight[:, c.qk_nope_head_dim :]
-
-
-def latent_attention(
-    q_latent: jax.Array,
-    q_rope: jax.Array,
-    latent: jax.Array,
-    rope: jax.Array,
-    mask: jax.Array,
-    scale: float,
-) -> jax.Array:
-    """Softmax attention over latents, scores and sums in float32.
-
-    q_latent: [batch, tokens, heads, rank]. q_rope: [batch, tokens, heads, rope_dim]. latent:
-    [batch, capacity, rank]. rope: [batch, capacity, rope_dim]. mask: bool [batch, tokens,
-    capacity], at least one true per token. Returns float32 [batch, tokens, heads, rank].
-    """
-    scores = einsum("bthr,bsr->bths", q_latent, latent) + einsum("bthe,bse->bths", q_rope, rope)
-    scores = jnp.where(mask[:, :, None, :], scores * scale, -jnp.inf)
-    probabilities = jax.nn.softmax(scores, -1).astype(latent.dtype)
-    return einsum("bths,bsr->bthr", probabilities, latent)
+        return weight.reshape(c.num_heads, per_head, c.kv_lora_rank)

@@ -1,12 +1,14 @@
-"""The key/value cache: allocation, appending, and which entries a query may read."""
+"""The key/value cache: its allocation. Appending and reading are `pallas_kernels`' business."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.decode_attention.reference import token_positions
 from specter_jax.config import ModelConfig
-from specter_jax.config.model import FULL_ATTENTION
+
+__all__ = ["KV", "KVLayer", "compute_dtype", "init_kv", "token_positions"]
 
 KVLayer = dict[str, jax.Array]
 KV = tuple[KVLayer, ...]
@@ -35,33 +37,3 @@ def init_kv(
 def compute_dtype(kv: KV) -> jnp.dtype:
     """The dtype of activations: that of the cache."""
     return next(iter(kv[0].values())).dtype
-
-
-def token_positions(lengths: jax.Array, num_tokens: int) -> jax.Array:
-    """Token t of row b stands at lengths[b] + t: int32 [batch, tokens]."""
-    return lengths[:, None].astype(jnp.int32) + jnp.arange(num_tokens, dtype=jnp.int32)
-
-
-def append(entries: jax.Array, new: jax.Array, positions: jax.Array) -> jax.Array:
-    """Writes new entries at their positions; positions beyond the capacity are dropped.
-
-    entries: [batch, capacity, ...]. new: [batch, tokens, ...]. positions: int32 [batch, tokens].
-    """
-    rows = jnp.arange(entries.shape[0])[:, None]
-    return entries.at[rows, positions].set(
-        new.astype(entries.dtype), mode="drop", unique_indices=True, indices_are_sorted=True
-    )
-
-
-def readable(positions: jax.Array, capacity: int, window: int) -> jax.Array:
-    """Which entries each token attends to: its own and earlier ones, within the window.
-
-    positions: int32 [batch, tokens]. window: tokens, or `FULL_ATTENTION`.
-    Returns bool [batch, tokens, capacity].
-    """
-    entry = jnp.arange(capacity, dtype=jnp.int32)
-    query = positions[..., None]
-    mask = entry <= query
-    if window != FULL_ATTENTION:
-        mask &= entry > query - window
-    return mask

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies, angles and the rotation itself.
+"""Rotary position embedding: frequencies and angles (the rotation itself is part of attention).
 
 Frequencies follow `modeling_rope_utils.py` of transformers 5.24, which implements RoPE (Su et al.,
 2104.09864), linear scaling, YaRN (Peng et al., 2309.00071), LongRoPE (Ding et al., 2402.13753) and
@@ -108,19 +108,3 @@ def rotation(
         angles = jnp.where(is_long, long_angles, angles)
         scale = jnp.where(is_long, attention_factor(rope, True), scale)
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool) -> jax.Array:
-    """Rotates channel pairs.
-
-    x: [batch, tokens, heads, dim], any float dtype. cos, sin: float32 [batch, tokens, dim / 2].
-    interleaved: pairs are channels (2i, 2i+1), else (i, i + dim/2). Returns float32, x's shape.
-    """
-    x = x.astype(jnp.float32)
-    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    if interleaved:
-        pairs = x.reshape(*x.shape[:-1], -1, 2)
-        a, b = pairs[..., 0], pairs[..., 1]
-        return jnp.stack((a * cos - b * sin, b * cos + a * sin), -1).reshape(x.shape)
-    a, b = jnp.split(x, 2, -1)
-    return jnp.concatenate((a * cos - b * sin, b * cos + a * sin), -1)
