@@ -249,3 +249,25 @@ def test_an_interrupted_change_of_policy_leaves_the_model_exact(tiny_directory, 
     result = run(model, PROMPTS[:2], policy="sp-e")
     assert result.tokens == plain_tokens(tiny_directory)[:2]
     assert_slots_match_store(model)
+
+
+def test_arrivals_are_the_staged_experts_whose_copies_finished(tiny_directory, monkeypatch):
+    pool = load_tiny(tiny_directory).pool
+    keys = [(m, e) for m in range(2) for e in range(32) if pool.cache.slot_table[m, e] < 0][:5]
+    pool.issue(keys)
+    ready = set(keys[:3])
+    asked = []
+
+    class Copy:
+        def __init__(self, key):
+            self.key = key
+
+        def is_ready(self):
+            asked.append(self.key)
+            return self.key in ready
+
+    monkeypatch.setattr(pool, "_staged", {key: Copy(key) for key in keys})
+    assert pool.arrived() == keys[:3]
+    assert len(asked) <= 3
+    ready.clear()
+    assert pool.arrived() == []

@@ -141,9 +141,7 @@ class SlotPool:
         the first that has not: on a GPU each takes 50 us.
         """
         staged = self.staged_keys()
-        count = bisect.bisect(
-            range(len(staged)), False, key=lambda i: not self._is_there(staged[i])
-        )
+        count = bisect.bisect(staged, False, key=lambda key: not self._staged[key].is_ready())
         for key in staged[:count]:
             self._landed(*key)
         return staged[:count]
