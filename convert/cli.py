@@ -53,6 +53,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=("bfloat16", "float16", "float32"),
         help="type of the stored full-precision weights (default: the source's)",
     )
+    parser.add_argument(
+        "--expert-format",
+        choices=("nested", "plain"),
+        help="nested: full-precision experts as what their INT4 draft does not say, half the bytes "
+        "without loss, for bfloat16; plain: as they are (default: nested if possible)",
+    )
     parser.add_argument("--force", action="store_true", help="replace another conversion at DST")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     return parser
@@ -86,6 +92,7 @@ def _convert(options: argparse.Namespace) -> int:
                 options.destination,
                 group_size=options.group_size,
                 dtype=options.dtype,
+                expert_format=options.expert_format,
                 force=options.force,
                 progress=progress,
             )

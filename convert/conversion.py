@@ -17,7 +17,12 @@ from convert.plan import Plan, build_plan
 from convert.progress import ProgressCallback
 from convert.sources import SafetensorsSource, TensorSource
 from convert.workspace import Workspace, discard, existing_conversion, open_workspace, partial_path
-from specter_jax.checkpoint import FORMAT_VERSION, Manifest, expert_file_name
+from specter_jax.checkpoint import (
+    FORMAT_VERSION,
+    Manifest,
+    expert_file_name,
+    largest_capacity,
+)
 from specter_jax.config import layer_name
 from specter_jax.errors import ConversionError, InvalidRequestError
 from specter_jax.paths import as_path, naming
@@ -44,6 +49,7 @@ def convert_checkpoint(
     *,
     group_size: int | tuple[int, int] | None = None,
     dtype: str | None = None,
+    expert_format: str | None = None,
     force: bool = False,
     wait: bool = False,
     progress: ProgressCallback | None = None,
@@ -58,6 +64,9 @@ def convert_checkpoint(
             where 128 does not divide (32, 16, 8 in tiny models).
         dtype: "bfloat16", "float16" or "float32" for shared parameters and experts; by default
             that of the source.
+        expert_format: "nested" stores an expert as what its INT4 draft does not say, about 8.5 bits
+            a weight, with no loss (bfloat16 only); "plain" stores it as it is. By default nested
+            where that is possible.
         force: replace another conversion at the destination.
         wait: wait for another conversion into the same destination, and use its result if it is
             of the same source and options; otherwise a running one is an error.
@@ -77,7 +86,7 @@ def convert_checkpoint(
         directory = as_path("source", source)
         _check_apart(directory, destination)
         source = SafetensorsSource(directory)
-    plan = build_plan(source, group_size, dtype)
+    plan = build_plan(source, group_size, dtype, expert_format)
     fingerprint = _fingerprint(source, plan)
     manifest = existing_conversion(destination, fingerprint, force=force)
     if manifest is not None:
@@ -138,7 +147,10 @@ def _check_apart(source: Path, destination: Path) -> None:
 def _fingerprint(source: TensorSource, plan: Plan) -> str:
     """Digest of all that the result depends on."""
     sizes = plan.group_sizes
-    options = f"{FORMAT_VERSION} {sizes.gate_up} {sizes.down} {plan.dtype} {plan.shared_dtype}\n"
+    options = (
+        f"{FORMAT_VERSION} {sizes.gate_up} {sizes.down} {plan.dtype} {plan.shared_dtype} "
+        f"{plan.expert_format}\n"
+    )
     return hashlib.sha256((options + source.fingerprint()).encode()).hexdigest()
 
 
@@ -196,12 +208,23 @@ def _write_experts(source: TensorSource, plan: Plan, workspace: Workspace, steps
         workspace.finish(name, experts_path, draft_path)
 
 
+def _escape_capacity(plan: Plan, workspace: Workspace) -> int:
+    """Escapes of the model's largest nested expert, rounded up; 0 if experts are plain."""
+    if plan.expert_format == "plain":
+        return 0
+    paths = [workspace.path / expert_file_name(layer.decoder_layer) for layer in plan.experts]
+    config = plan.config
+    return largest_capacity(paths, config.hidden_size, config.expert_intermediate_size)
+
+
 def _manifest(plan: Plan, fingerprint: str, workspace: Workspace) -> Manifest:
     config = plan.config
     return Manifest(
         family=config.family,
         model=config.to_dict(),
         dtype=str(plan.dtype),
+        expert_format=plan.expert_format,
+        escape_capacity=_escape_capacity(plan, workspace),
         group_sizes=plan.group_sizes,
         expert_elements=config.expert_elements,
         num_experts=config.num_experts,

@@ -1,4 +1,8 @@
-"""A model converted while it is loaded: nothing is written, one layer's experts at a time.
+"""A model converted while it is loaded: nothing is written.
+
+Plain experts are held one layer at a time. Nested ones are all encoded before the first is handed
+out, because a slot must have room for the escapes of any of them; each layer is let go when the
+next one is asked for, so that the host holds them once, wherever loading puts them.
 
 For sources that Python makes tensor by tensor and for models that fit the host's memory but not
 its disk. It has the interface of `specter_jax.checkpoint.Checkpoint` that loading uses.
@@ -6,6 +10,7 @@ its disk. It has the interface of `specter_jax.checkpoint.Checkpoint` that loadi
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -16,8 +21,10 @@ import numpy as np
 
 from convert.layers import Draft, convert_expert, empty_draft, shared_tree
 from convert.plan import Plan, build_plan
+from convert.progress import ProgressCallback
 from convert.sources import TensorSource
-from specter_jax.checkpoint import GroupSizes, place
+from pallas_kernels.nested import NestedLayout, with_capacity
+from specter_jax.checkpoint import WORD_DTYPE, GroupSizes, place
 from specter_jax.config import ModelConfig
 
 
@@ -30,10 +37,10 @@ class InMemoryCheckpoint:
         num_workers: experts converted at the same time.
         processes: workers are forked processes, not threads. Worth it for sources that compute in
             Python; make the checkpoint before anything starts the GPU then.
-        group_size: as for `convert_checkpoint`.
+        group_size, expert_format: as for `convert_checkpoint`.
+        progress: told of nested experts that are encoded, as by `convert_checkpoint`.
 
-    Raises as `convert.plan.build_plan` does. Layers are meant to be read in order: the experts of
-    one layer are held, those of the next are prepared meanwhile.
+    Raises as `convert.plan.build_plan` does. Layers are meant to be read in order.
     """
 
     def __init__(
@@ -44,10 +51,13 @@ class InMemoryCheckpoint:
         num_workers: int = 1,
         processes: bool = False,
         group_size: int | tuple[int, int] | None = None,
+        expert_format: str | None = None,
+        progress: ProgressCallback | None = None,
     ) -> None:
         self.path = Path(tokenizer_path)
         self._source = source
-        self._plan: Plan = build_plan(source, group_size)
+        self._plan: Plan = build_plan(source, group_size, expert_format=expert_format)
+        self._progress = progress
         self._workers = _Workers(_Work(source, self._plan), num_workers, processes)
         self._layers: dict[int, list[Future]] = {}
 
@@ -61,6 +71,31 @@ class InMemoryCheckpoint:
         """Weights per INT4 scale."""
         return self._plan.group_sizes
 
+    @functools.cached_property
+    def nested_layout(self) -> NestedLayout | None:
+        """Layout of a nested expert in its slot, None where they are plain.
+
+        Encodes all experts when it is first asked for.
+        """
+        if self._plan.expert_format == "plain":
+            return None
+        sizes = (self.config.hidden_size, self.config.expert_intermediate_size)
+        futures = [future for layer in self._held(0) for future in layer]
+        capacity = 0
+        for done, future in enumerate(futures, start=1):
+            words = future.result()[0]
+            capacity = max(capacity, NestedLayout.from_words(*sizes, len(words)).capacity)
+            if self._progress is not None:
+                self._progress("encoding experts", done, len(futures))
+        return NestedLayout(*sizes, capacity)
+
+    @property
+    def expert_bytes(self) -> int:
+        """See `Checkpoint.expert_bytes`."""
+        if self.nested_layout is not None:
+            return 4 * self.nested_layout.num_words
+        return self.config.expert_elements * self._plan.dtype.itemsize
+
     def load_shared(self, dtype: Any, device: Any = None) -> dict[str, Any]:
         """See `Checkpoint.load_shared`."""
         trees = [self._workers.submit("shared", part) for part in self._plan.shared]
@@ -72,7 +107,7 @@ class InMemoryCheckpoint:
     def load_draft_layer(self, layer: int, device: Any = None) -> dict[str, jax.Array]:
         """See `Checkpoint.load_draft_layer`."""
         draft = empty_draft(self._plan)
-        for expert, future in enumerate(self._layer(layer)):
+        for expert, future in enumerate(self._held(layer)[0]):
             for name, array in future.result()[1].items():
                 draft[name][expert] = array
         return jax.tree.map(lambda array: place(array, None, device), draft)
@@ -86,21 +121,27 @@ class InMemoryCheckpoint:
         self._layers.clear()
         self._workers.close()
 
-    def packed_expert(self, layer: int, expert: int) -> np.ndarray:
-        """The packed expert `[3 * F * H]` of MoE layer `layer`."""
-        return self._layer(layer)[expert].result()[0]
+    def _expert(self, layer: int, expert: int) -> np.ndarray:
+        """See `ExpertFiles.get`."""
+        layout = self.nested_layout
+        array = self._held(layer)[0][expert].result()[0]
+        if layout is None:
+            return array
+        return with_capacity(array, layout.hidden, layout.inner, layout.capacity)
 
-    def _layer(self, layer: int) -> list[Future]:
-        """Futures of the layer's experts; those of the next layer are begun too."""
-        for wanted in (layer, layer + 1):
-            if wanted not in self._layers and wanted < len(self._plan.experts):
-                self._layers[wanted] = [
-                    self._workers.submit("expert", wanted, expert)
+    def _held(self, layer: int) -> list[list[Future]]:
+        """Futures of the experts of `layer` and of those after it that are held or begun now."""
+        ahead = 2 if self._plan.expert_format == "plain" else len(self._plan.experts)
+        wanted = range(layer, min(layer + ahead, len(self._plan.experts)))
+        for other in self._layers.keys() - set(wanted):
+            del self._layers[other]
+        for each in wanted:
+            if each not in self._layers:
+                self._layers[each] = [
+                    self._workers.submit("expert", each, expert)
                     for expert in range(self.config.num_experts)
                 ]
-        for other in [held for held in self._layers if held not in (layer, layer + 1)]:
-            del self._layers[other]
-        return self._layers[layer]
+        return [self._layers[each] for each in wanted]
 
 
 class _Work:
@@ -115,12 +156,12 @@ class _Work:
         return shared_tree(self._source, self._plan, self._plan.shared[part])
 
     def expert(self, layer: int, expert: int) -> tuple[np.ndarray, Draft]:
-        """The packed expert and its draft arrays."""
+        """The expert in the plan's format, and its draft arrays."""
         draft = empty_draft(self._plan, num_experts=1)
-        packed = convert_expert(
+        array = convert_expert(
             self._source, self._plan, self._plan.experts[layer], expert, draft, place=0
         )
-        return packed, {name: array[0] for name, array in draft.items()}
+        return array, {name: array[0] for name, array in draft.items()}
 
 
 class _Workers:
@@ -170,10 +211,10 @@ class _Experts:
 
     def __init__(self, checkpoint: InMemoryCheckpoint) -> None:
         self._checkpoint = checkpoint
-        plan = checkpoint._plan
-        self.dtype = plan.dtype
-        self.expert_bytes = plan.config.expert_elements * plan.dtype.itemsize
+        nested = checkpoint.nested_layout is not None
+        self.dtype = WORD_DTYPE if nested else checkpoint._plan.dtype
+        self.expert_bytes = checkpoint.expert_bytes
 
     def get(self, layer: int, expert: int) -> np.ndarray:
-        """The packed expert `[3 * F * H]`."""
-        return self._checkpoint.packed_expert(layer, expert)
+        """See `ExpertFiles.get`."""
+        return self._checkpoint._expert(layer, expert)

@@ -1,8 +1,8 @@
 """Writes the parts of a converted checkpoint: shared parameters, and one MoE layer's experts.
 
 Memory: a shared part is held while it is written (embedding and head, or a decoder layer without
-its routed experts). Of a MoE layer one expert is held at a time at full precision, and the layer's
-INT4 draft, a quarter of its bf16 experts, until it is written as a whole.
+its routed experts). Of a MoE layer one expert is held at a time at full precision (and nested), and
+the layer's INT4 draft, a quarter of its bf16 experts, until it is written as a whole.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,9 @@ import numpy as np
 from convert.plan import LayerExperts, Plan, SharedTensor
 from convert.sources import TensorSource
 from pallas_kernels.int4 import CODES_PER_WORD, NUM_BUCKETS, encode
-from specter_jax.checkpoint import expert_file_metadata, expert_tensor_name
+from pallas_kernels.nested import NestedLayout, padded_capacity
+from pallas_kernels.nested import encode as encode_nested
+from specter_jax.checkpoint import WORD_DTYPE, expert_file_metadata, expert_tensor_name
 from specter_jax.checkpoint.orbax_io import Tree, save_tree
 from specter_jax.checkpoint.safetensors_file import SafetensorsWriter
 from specter_jax.errors import ConversionError
@@ -59,7 +61,7 @@ def write_expert_layer(
     draft_path: Path,
     on_expert: Callable[[], None],
 ) -> None:
-    """Writes one MoE layer: packed experts (safetensors) and their INT4 draft (Orbax).
+    """Writes one MoE layer: its experts (safetensors) and their INT4 draft (Orbax).
 
     Args:
         source: where the experts are read.
@@ -74,15 +76,19 @@ def write_expert_layer(
     """
     config = plan.config
     draft = empty_draft(plan)
-    announced = [
-        (expert_tensor_name(expert), plan.dtype, (config.expert_elements,))
-        for expert in range(config.num_experts)
-    ]
+    dtype, most = plan.dtype, config.expert_elements
+    if plan.expert_format == "nested":
+        all_escapes = padded_capacity(config.expert_elements)
+        dtype = WORD_DTYPE
+        most = NestedLayout(
+            config.hidden_size, config.expert_intermediate_size, all_escapes
+        ).num_words
+    announced = [(expert_tensor_name(expert), dtype, most) for expert in range(config.num_experts)]
     metadata = expert_file_metadata(layer.decoder_layer)
     with SafetensorsWriter(experts_path, announced, metadata) as writer:
         for expert in range(config.num_experts):
-            packed = convert_expert(source, plan, layer, expert, draft)
-            writer.append(expert_tensor_name(expert), packed)
+            array = convert_expert(source, plan, layer, expert, draft)
+            writer.append(expert_tensor_name(expert), array)
             on_expert()
     save_tree(draft_path, draft)
 
@@ -95,16 +101,21 @@ def convert_expert(
     draft: Draft,
     place: int | None = None,
 ) -> np.ndarray:
-    """Reads one expert, writes its codes into `draft`, returns it packed: [3FH].
+    """Reads one expert, writes its codes into `draft`, and returns it in the plan's format.
+
+    Plain: packed [3FH]. Nested: int32 words, with room for its own escapes only.
 
     place: index in `draft` of the expert's codes, `expert` by default.
 
     Raises:
         ConversionError: a tensor cannot be read or holds NaN or infinity.
     """
+    place = expert if place is None else place
     packed = _read_packed(source, plan, layer, expert)
-    _encode_expert(source, plan, layer, expert, packed, draft, expert if place is None else place)
-    return packed
+    _encode_expert(source, plan, layer, expert, packed, draft, place)
+    if plan.expert_format == "plain":
+        return packed
+    return encode_nested(packed, draft["gate_up_scales"][place], draft["down_scales"][place])
 
 
 def empty_draft(plan: Plan, num_experts: int | None = None) -> Draft:

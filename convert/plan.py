@@ -15,7 +15,8 @@ import numpy as np
 from convert import mapping
 from convert.sources import CONFIG_FILE, GENERATION_CONFIG_FILE, TensorSource
 from pallas_kernels.int4 import CODES_PER_WORD
-from specter_jax.checkpoint import GroupSizes
+from pallas_kernels.nested import MAX_DIMENSION
+from specter_jax.checkpoint import EXPERT_FORMATS, GroupSizes
 from specter_jax.config import ModelConfig
 from specter_jax.errors import ConversionError, InvalidRequestError
 from specter_jax.json_files import read_json_object
@@ -57,6 +58,8 @@ class Plan:
     """Of the experts."""
     shared_dtype: np.dtype | None
     """Of the shared parameters; None keeps each one's own."""
+    expert_format: str
+    """How experts are stored: "nested" or "plain"."""
     group_sizes: GroupSizes
     shared: Mapping[str, tuple[SharedTensor, ...]]
     """By part: "outer", "layers_00", ..."""
@@ -143,8 +146,11 @@ def build_plan(
     source: TensorSource,
     group_size: int | tuple[int, int] | None = None,
     dtype: str | None = None,
+    expert_format: str | None = None,
 ) -> Plan:
     """Checks the source and the options, and lays out the conversion.
+
+    Options are those of `convert.conversion.convert_checkpoint`.
 
     Raises:
         ConversionError: a tensor is missing, unknown, of a wrong shape or of an unsupported type.
@@ -159,14 +165,37 @@ def build_plan(
     shared = _plan_shared(tensors, config)
     experts = tuple(_plan_experts(tensors, config, layer) for layer in config.moe_layers)
     tensors.check_all_used(config)
+    expert_dtype = DTYPES[dtype] if dtype else _experts_dtype(source, experts)
     return Plan(
         config=config,
-        dtype=DTYPES[dtype] if dtype else _experts_dtype(source, experts),
+        dtype=expert_dtype,
+        expert_format=choose_expert_format(config, expert_dtype, expert_format),
         shared_dtype=DTYPES[dtype] if dtype else None,
         group_sizes=group_sizes,
         shared=shared,
         experts=experts,
     )
+
+
+def choose_expert_format(config: ModelConfig, dtype: np.dtype, requested: str | None = None) -> str:
+    """How experts are stored: nested if they can be, unless another format is requested.
+
+    Raises:
+        InvalidRequestError: the requested format is unknown or not possible.
+    """
+    if requested is not None and requested not in EXPERT_FORMATS:
+        raise InvalidRequestError(
+            f"expert format {requested!r} is unknown; expected one of {', '.join(EXPERT_FORMATS)}"
+        )
+    largest = max(config.hidden_size, config.expert_intermediate_size)
+    obstacle = None
+    if dtype != DTYPES["bfloat16"]:
+        obstacle = f"the experts are {dtype}, nested ones must be bfloat16"
+    elif largest > MAX_DIMENSION:
+        obstacle = f"an expert's side is {largest}, nested ones have at most {MAX_DIMENSION}"
+    if requested == "nested" and obstacle:
+        raise InvalidRequestError(f"expert format nested: {obstacle}; choose plain")
+    return requested or ("plain" if obstacle else "nested")
 
 
 class _Tensors:

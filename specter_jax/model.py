@@ -159,6 +159,7 @@ def load(
     max_context: int | None = None,
     max_batch: int = 1,
     cache_dir: str | os.PathLike[str] | None = None,
+    expert_format: str | None = None,
     verify: str = "sizes",
     progress: Progress | None = None,
 ) -> Model:
@@ -173,6 +174,8 @@ def load(
         max_context: longest prompt plus output, tokens; memory for its KV is set aside.
         max_batch: most prompts decoded together.
         cache_dir: where a Hugging Face directory's conversion is kept.
+        expert_format: "nested" or "plain", how that conversion stores full-precision experts; by
+            default nested where that is possible.
         verify: "sizes", or "checksums" to read and check every file.
         progress: called as `(what, done, total)` while converting, loading, and compiling for a
             new size of request.
@@ -187,7 +190,9 @@ def load(
     keep_compiled_programs()
     budget = None if gpu_memory is None else parse_size(gpu_memory)
     if isinstance(path, str | os.PathLike):
-        directory = resolve_checkpoint(path, cache_dir=cache_dir, progress=progress)
+        directory = resolve_checkpoint(
+            path, cache_dir=cache_dir, expert_format=expert_format, progress=progress
+        )
         checkpoint = open_checkpoint(directory, verify=verify)
     elif hasattr(path, "load_shared"):
         checkpoint = path

@@ -19,7 +19,7 @@ _SCALE_BYTES, _TABLE_BYTES, _CODES_PER_BYTE = 2, 4, 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParameterSizes:
-    """Bytes of the shared parameters, of all INT4 experts, and of one full-precision expert."""
+    """Bytes of the shared parameters, of all INT4 experts, and of one expert in its slot."""
 
     shared_bytes: int
     draft_bytes: int
@@ -37,7 +37,7 @@ def parameter_sizes(checkpoint: Checkpoint, itemsize: int) -> ParameterSizes:
     return ParameterSizes(
         shared_bytes=num_shared_elements(config) * itemsize,
         draft_bytes=config.num_moe_layers * config.num_experts * (codes + scales + tables),
-        expert_bytes=checkpoint.open_experts().expert_bytes,
+        expert_bytes=checkpoint.expert_bytes,
     )
 
 

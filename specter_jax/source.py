@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from specter_jax.checkpoint import MANIFEST_NAME
+from specter_jax.checkpoint import MANIFEST_NAME, read_manifest
 from specter_jax.errors import CheckpointError, InvalidRequestError, MissingFileError
 from specter_jax.paths import CACHE_VARIABLE, as_path, cache_root, reason
 
@@ -16,11 +16,15 @@ def resolve_checkpoint(
     path: str | os.PathLike[str],
     *,
     cache_dir: str | os.PathLike[str] | None = None,
+    expert_format: str | None = None,
     progress: Any = None,
 ) -> Path:
     """The converted directory for `path`, converting a Hugging Face directory if need be.
 
     While another process converts it, this one waits and then uses the result.
+
+    expert_format: "nested" or "plain", or None for what there is or is the default. A converted
+    directory is refused if it has another one.
 
     Raises InvalidRequestError if an argument is no path or the cache cannot be used,
     MissingFileError if there is no such directory, CheckpointError if it is neither a converted nor
@@ -32,6 +36,7 @@ def resolve_checkpoint(
             what = "not a directory" if directory.exists() else "no such directory"
             raise MissingFileError(f"{directory}: {what}; expected the directory of a model")
         if (directory / MANIFEST_NAME).exists():
+            _check_format(directory, expert_format)
             return directory
         is_source = (directory / "config.json").exists()
     except OSError as error:
@@ -44,7 +49,7 @@ def resolve_checkpoint(
     # Imported late: conversion sits above this package and is not needed for converted models.
     from convert import convert_checkpoint
 
-    target = conversion_path(directory, cache_dir)
+    target = conversion_path(directory, cache_dir, expert_format)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -54,7 +59,14 @@ def resolve_checkpoint(
         ) from error
     try:
         # A changed source replaces its earlier conversion.
-        convert_checkpoint(directory, target, force=True, wait=True, progress=progress)
+        convert_checkpoint(
+            directory,
+            target,
+            expert_format=expert_format,
+            force=True,
+            wait=True,
+            progress=progress,
+        )
     except OSError as error:
         raise CheckpointError(
             f"{error.filename or target}: {reason(error)}, while converting {directory} into "
@@ -63,10 +75,29 @@ def resolve_checkpoint(
     return target
 
 
-def conversion_path(directory: Path, cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Where the conversion of a Hugging Face directory is kept: by name and resolved path."""
+def _check_format(directory: Path, expert_format: str | None) -> None:
+    """Raises InvalidRequestError if a converted directory's experts have another format."""
+    if expert_format is None:
+        return
+    stored = read_manifest(directory).expert_format
+    if stored != expert_format:
+        raise InvalidRequestError(
+            f"{directory} holds {stored} experts, not {expert_format}; convert the source with "
+            f"expert_format={expert_format!r} (--expert-format)"
+        )
+
+
+def conversion_path(
+    directory: Path,
+    cache_dir: str | os.PathLike[str] | None = None,
+    expert_format: str | None = None,
+) -> Path:
+    """Where the conversion of a Hugging Face directory is kept: by name, resolved path, format."""
     if cache_dir is None:
         cache_dir = cache_root()
     resolved = directory.resolve()
     digest = hashlib.sha256(str(resolved).encode()).hexdigest()[:12]
-    return as_path("cache_dir", cache_dir) / f"{resolved.name}-{digest}"
+    name = f"{resolved.name}-{digest}"
+    if expert_format is not None:
+        name += f"-{expert_format}"
+    return as_path("cache_dir", cache_dir) / name

@@ -10,6 +10,8 @@ from checkpoints import bfloat16, random_tensors, tiny_config, write_checkpoint
 from safetensors.numpy import save_file
 
 from convert.mapping import expert_names, fused_expert_names
+from pallas_kernels.nested import decode_numpy
+from specter_jax.checkpoint import Checkpoint
 from specter_jax.config import ModelConfig
 
 EMBEDDED_MODEL = Path(__file__).parent / "data" / "tiny-deepseek_v2"
@@ -45,6 +47,16 @@ def write_canonical(
     (directory / "config.json").write_text(json.dumps(hf_config, indent=1))
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     return directory
+
+
+def stored_expert(checkpoint: Checkpoint, moe_index: int, expert: int) -> np.ndarray:
+    """A converted expert as packed weights, in whatever format it is stored."""
+    array = checkpoint.open_experts().get(moe_index, expert)
+    if checkpoint.manifest.expert_format == "plain":
+        return array
+    draft = checkpoint.load_draft_layer(moe_index)
+    names = ("gate_up_codes", "gate_up_scales", "down_codes", "down_scales")
+    return decode_numpy(array, *(np.asarray(draft[name][expert]) for name in names))
 
 
 def digests(directory: Path) -> dict[str, str]:

@@ -14,7 +14,14 @@ from checkpoints import (
     tiny_config,
     write_checkpoint,
 )
-from convert_cases import EMBEDDED_MODEL, digests, fused, small_source, write_canonical
+from convert_cases import (
+    EMBEDDED_MODEL,
+    digests,
+    fused,
+    small_source,
+    stored_expert,
+    write_canonical,
+)
 
 from convert import ArraySource, LazyTensor, convert_checkpoint
 from convert.cli import main
@@ -38,7 +45,7 @@ def test_embedded_model_converts_with_its_tokenizer(tmp_path: Path) -> None:
         assert (result.path / name).read_bytes() == (EMBEDDED_MODEL / name).read_bytes()
     tensors = read_checkpoint(EMBEDDED_MODEL)
     np.testing.assert_array_equal(
-        checkpoint.open_experts().get(4, 31), packed_expert(checkpoint.config, tensors, 5, 31)
+        stored_expert(checkpoint, 4, 31), packed_expert(checkpoint.config, tensors, 5, 31)
     )
 
 
@@ -83,7 +90,7 @@ def test_both_layouts_that_transformers_saves_are_read(tmp_path: Path, family: s
     layer = checkpoint.config.moe_layers[-1]
     block = model.model.layers[layer].mlp.experts
     expected = torch.cat([block.gate_up_proj[7].flatten(), block.down_proj[7].flatten()])
-    packed = checkpoint.open_experts().get(len(checkpoint.config.moe_layers) - 1, 7)
+    packed = stored_expert(checkpoint, len(checkpoint.config.moe_layers) - 1, 7)
     np.testing.assert_array_equal(packed.astype(np.float32), expected.float().detach().numpy())
 
 
@@ -93,11 +100,9 @@ def test_source_type_is_kept(tmp_path: Path, dtype: type) -> None:
     tensors = random_tensors(config, dtype=dtype)
     source = write_checkpoint(tmp_path / "source", config, tensors)
     checkpoint = open_checkpoint(convert_checkpoint(source, tmp_path / "out").path)
-    experts = checkpoint.open_experts()
-    assert experts.dtype == dtype
-    np.testing.assert_array_equal(
-        experts.get(0, 3), packed_expert(ModelConfig.from_hf(config), tensors, 0, 3)
-    )
+    expert = stored_expert(checkpoint, 0, 3)
+    assert expert.dtype == dtype
+    np.testing.assert_array_equal(expert, packed_expert(ModelConfig.from_hf(config), tensors, 0, 3))
     embedding = checkpoint.load_shared(dtype)["outer"]["embed"]["weight"]
     np.testing.assert_array_equal(embedding, tensors["model.embed_tokens.weight"])
 
@@ -110,7 +115,7 @@ def test_type_can_be_chosen(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(result.path)
     assert checkpoint.manifest.dtype == "bfloat16"
     np.testing.assert_array_equal(
-        checkpoint.open_experts().get(1, 2),
+        stored_expert(checkpoint, 1, 2),
         packed_expert(checkpoint.config, bfloat16(tensors), 1, 2),
     )
 

@@ -7,15 +7,34 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from convert_cases import EMBEDDED_MODEL
 
 from convert import InMemoryCheckpoint, SafetensorsSource, convert_checkpoint
 from specter_jax.checkpoint import open_checkpoint
 
 
-def test_in_memory_checkpoint_equals_the_converted_directory(tmp_path):
-    convert_checkpoint(EMBEDDED_MODEL, tmp_path / "converted")
+@pytest.mark.parametrize("expert_format", ["nested", "plain"])
+def test_in_memory_checkpoint_equals_the_converted_directory(tmp_path, expert_format):
+    convert_checkpoint(EMBEDDED_MODEL, tmp_path / "converted", expert_format=expert_format)
     check_equal(tmp_path / "converted", processes=False)
+
+
+def test_nested_experts_are_let_go_layer_by_layer():
+    told = []
+    checkpoint = InMemoryCheckpoint(
+        SafetensorsSource(EMBEDDED_MODEL),
+        tokenizer_path=EMBEDDED_MODEL,
+        num_workers=2,
+        progress=lambda *step: told.append(step),
+    )
+    experts = checkpoint.open_experts()
+    assert told[-1] == ("encoding experts", 160, 160)
+    assert len(checkpoint._layers) == 5
+    for layer in range(5):
+        experts.get(layer, 0)
+        assert sorted(checkpoint._layers) == list(range(layer, 5))
+    checkpoint.close()
 
 
 def test_worker_processes_give_the_same(tmp_path):
@@ -28,12 +47,17 @@ def test_worker_processes_give_the_same(tmp_path):
 
 def check_equal(converted, *, processes):
     source = SafetensorsSource(EMBEDDED_MODEL)
-    in_memory = InMemoryCheckpoint(
-        source, tokenizer_path=EMBEDDED_MODEL, num_workers=2, processes=processes
-    )
     on_disk = open_checkpoint(converted)
+    in_memory = InMemoryCheckpoint(
+        source,
+        tokenizer_path=EMBEDDED_MODEL,
+        num_workers=2,
+        processes=processes,
+        expert_format=on_disk.manifest.expert_format,
+    )
     experts, files = in_memory.open_experts(), on_disk.open_experts()
-    assert experts.expert_bytes == files.expert_bytes
+    assert experts.expert_bytes == files.expert_bytes == on_disk.expert_bytes
+    assert experts.dtype == files.dtype
     for layer in range(on_disk.config.num_moe_layers):
         for expert in range(on_disk.config.num_experts):
             np.testing.assert_array_equal(

@@ -28,6 +28,8 @@ def document() -> dict[str, Any]:
         "family": "deepseek_v2",
         "model": json.loads(json.dumps(config.to_dict())),
         "dtype": "bfloat16",
+        "expert_format": "nested",
+        "escape_capacity": 256,
         "group_sizes": {"gate_up": 64, "down": 32},
         "expert_elements": config.expert_elements,
         "num_experts": 8,
@@ -46,6 +48,15 @@ def test_a_good_manifest_is_read_and_written_again() -> None:
     manifest = parse(document())
     assert Manifest.from_json(manifest.to_json().encode(), PATH) == manifest
     assert manifest.config == ModelConfig.from_hf(tiny_config("deepseek_v2"))
+
+
+def test_plain_experts_have_no_escapes() -> None:
+    plain = parse(document() | {"expert_format": "plain", "escape_capacity": 0})
+    assert plain.nested_layout is None
+    assert plain.expert_bytes == 2 * plain.expert_elements
+    nested = parse(document())
+    assert nested.nested_layout.capacity == 256
+    assert nested.expert_bytes == 4 * nested.nested_layout.num_words
 
 
 def setting(*keys: str, value: Any) -> Callable[[dict], None]:
@@ -69,6 +80,10 @@ NO_OBJECTS = ("x", 5, None, [1], True)
 BAD = [
     *((("family",), value, "family") for value in ("mixtral", "", None, 5)),
     *((("dtype",), value, "dtype") for value in ("int8", "", None, 16, ["bfloat16"])),
+    *((("dtype",), value, "expert_format") for value in ("float16", "float32")),
+    *((("expert_format",), value, "expert_format") for value in ("int8", "", None, 5)),
+    *((("expert_format",), value, "escape_capacity") for value in ("plain",)),
+    *((("escape_capacity",), value, "escape_capacity") for value in (-128, 100, "128", None)),
     *((("group_sizes",), value, "group_sizes") for value in ({}, {"gate_up": 64}, *NO_OBJECTS)),
     *((("group_sizes", "gate_up"), value, "gate_up") for value in ("64", 0, -8, 12, 128, 8.0)),
     *((("expert_elements",), value, "expert_elements") for value in ("6144", 0, -1, 6143, None)),

@@ -56,6 +56,15 @@ def test_sources_of_one_name_have_their_own_conversions(tmp_path):
     assert len(paths) == 2
 
 
+def test_formats_of_one_source_have_their_own_conversions(source, tmp_path):
+    for expert_format in ("plain", "nested"):
+        path = resolve_checkpoint(source, cache_dir=tmp_path, expert_format=expert_format)
+        assert open_checkpoint(path).manifest.expert_format == expert_format
+        assert resolve_checkpoint(path, expert_format=expert_format) == path
+    with pytest.raises(InvalidRequestError, match="holds nested experts, not plain"):
+        resolve_checkpoint(path, expert_format="plain")
+
+
 def test_the_environment_names_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "elsewhere"))
     assert conversion_path(TINY_SOURCE).parent == tmp_path / "elsewhere"

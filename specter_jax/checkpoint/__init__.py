@@ -1,12 +1,15 @@
 """Converted checkpoints on disk: manifest, shared and draft parameters, expert store."""
 
 from specter_jax.checkpoint.experts import (
+    WORD_DTYPE,
     ExpertFiles,
     expert_file_metadata,
     expert_file_name,
     expert_tensor_name,
+    largest_capacity,
 )
 from specter_jax.checkpoint.manifest import (
+    EXPERT_FORMATS,
     FORMAT_NAME,
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -24,9 +27,11 @@ from specter_jax.checkpoint.reader import (
 )
 
 __all__ = [
+    "EXPERT_FORMATS",
     "FORMAT_NAME",
     "FORMAT_VERSION",
     "MANIFEST_NAME",
+    "WORD_DTYPE",
     "Checkpoint",
     "ExpertFiles",
     "FileRecord",
@@ -36,6 +41,7 @@ __all__ = [
     "expert_file_metadata",
     "expert_file_name",
     "expert_tensor_name",
+    "largest_capacity",
     "open_checkpoint",
     "place",
     "read_manifest",

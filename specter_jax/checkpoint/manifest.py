@@ -14,16 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from pallas_kernels.int4 import CODES_PER_WORD
+from pallas_kernels.nested import NestedLayout
+from specter_jax.checkpoint.safetensors_file import DTYPES
 from specter_jax.config import ModelConfig, layer_name
 from specter_jax.config.checks import as_choice, as_count, as_list, as_object, as_text, shown
 from specter_jax.errors import CheckpointError, FormatVersionError, MissingFileError
 from specter_jax.json_files import read_json_object
 
 FORMAT_NAME = "specter-jax"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 CONVERT_HINT = "convert the model again"
-EXPERT_DTYPES = ("bfloat16", "float16", "float32")
+_ITEM_BYTES = {str(dtype): dtype.itemsize for dtype in DTYPES.values()}
+EXPERT_DTYPES = tuple(_ITEM_BYTES)
+EXPERT_FORMATS = ("nested", "plain")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _READ_BYTES = 4 << 20
 
@@ -46,13 +50,17 @@ class GroupSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Contents of `manifest.json`, version 1."""
+    """Contents of `manifest.json`, version 2."""
 
     family: str
     model: Mapping[str, Any]
     """`ModelConfig.to_dict()`."""
     dtype: str
     """Of the experts: "bfloat16", "float16" or "float32"."""
+    expert_format: str
+    """How their files hold them: "plain", or "nested" (bfloat16 only)."""
+    escape_capacity: int
+    """Escapes that a slot for any nested expert must have room for; 0 where they are plain."""
     group_sizes: GroupSizes
     expert_elements: int
     """Elements of one packed expert: gate [F, H], up [F, H], down [H, F], each row-major."""
@@ -78,6 +86,24 @@ class Manifest:
     def config(self) -> ModelConfig:
         """The model's architecture."""
         return ModelConfig.from_dict(dict(self.model))
+
+    @property
+    def nested_layout(self) -> NestedLayout | None:
+        """Layout of a nested expert in its slot; None where experts are plain."""
+        if self.expert_format != "nested":
+            return None
+        config = self.config
+        return NestedLayout(
+            config.hidden_size, config.expert_intermediate_size, self.escape_capacity
+        )
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert on the link and in its slot."""
+        layout = self.nested_layout
+        if layout is not None:
+            return 4 * layout.num_words
+        return self.expert_elements * _ITEM_BYTES[self.dtype]
 
     @classmethod
     def from_json(cls, content: bytes, path: Path) -> "Manifest":
@@ -134,6 +160,8 @@ def _checked_fields(fields: dict[str, Any]) -> dict[str, Any]:
         "family": as_text("family", fields["family"]),
         "model": as_object("model", fields["model"]),
         "dtype": as_choice("dtype", fields["dtype"], EXPERT_DTYPES),
+        "expert_format": as_choice("expert_format", fields["expert_format"], EXPERT_FORMATS),
+        "escape_capacity": as_count("escape_capacity", fields["escape_capacity"]),
         "group_sizes": GroupSizes(
             gate_up=as_count("group_sizes.gate_up", sizes["gate_up"], minimum=1),
             down=as_count("group_sizes.down", sizes["down"], minimum=1),
@@ -196,6 +224,7 @@ def _check_agreement(manifest: Manifest) -> None:
                 f"group_sizes.{name}={size}, expected a multiple of {CODES_PER_WORD} that "
                 f"divides {length}"
             )
+    _check_expert_format(manifest)
     listed = {"/".join(Path(name).parts[:2]) for name in manifest.files}
     layers = [layer_name(layer) for layer in manifest.moe_layers]
     for part in (
@@ -205,6 +234,22 @@ def _check_agreement(manifest: Manifest) -> None:
     ):
         if part not in listed:
             raise ValueError(f"files lists nothing of {part}")
+
+
+def _check_expert_format(manifest: Manifest) -> None:
+    """Nested experts are bfloat16 and have a valid layout; plain ones have no escapes."""
+    if manifest.expert_format == "plain":
+        if manifest.escape_capacity:
+            raise ValueError(
+                f"escape_capacity={manifest.escape_capacity}, expected 0: the experts are plain"
+            )
+        return
+    if manifest.dtype != "bfloat16":
+        raise ValueError(f'expert_format="nested" contradicts dtype={shown(manifest.dtype)}')
+    try:
+        _ = manifest.nested_layout
+    except ValueError as error:
+        raise ValueError(f"escape_capacity={manifest.escape_capacity}: {error}") from None
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -67,6 +67,11 @@ class Checkpoint:
         return shared
 
     @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert on the link and in its slot."""
+        return self.manifest.expert_bytes
+
+    @property
     def group_sizes(self) -> GroupSizes:
         """Weights per INT4 scale."""
         return self.manifest.group_sizes

@@ -1,9 +1,9 @@
 """Safetensors files read and written piece by piece, so that a whole file is never in memory.
 
 The library `safetensors` writes a file from tensors that are all in memory at once. Here the
-header is written first, for it only needs names, dtypes and shapes, and the tensors are appended
-one after another. Reading goes through plain positioned reads (bounded memory) or a memory map
-(expert store).
+place of the header is left free, the tensors are appended one after another, and the header is
+written last. Reading goes through plain positioned reads (bounded memory) or a memory map (expert
+store).
 
 Layout of a file: 8 bytes little-endian header length, JSON header, tensor data. The header may end
 in spaces; files written here are padded so that the data begins on a page boundary.
@@ -29,7 +29,9 @@ DTYPES: Mapping[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
 }
-_CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPES.items()}
+"""Types of weights."""
+_STORED_DTYPES = {**DTYPES, "I32": np.dtype(np.int32)}
+_CODE_OF_DTYPE = {dtype: code for code, dtype in _STORED_DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _PAGE_BYTES = 4096
 
@@ -126,7 +128,7 @@ def _check_data(
     for name, entry in sorted(
         entries.items(), key=lambda item: (item[1].offset, item[1].num_bytes)
     ):
-        dtype = DTYPES.get(entry.dtype_code)
+        dtype = _STORED_DTYPES.get(entry.dtype_code)
         if dtype is not None and entry.num_bytes != prod(entry.shape) * dtype.itemsize:
             raise DamagedFileError(f"{path}: tensor {name} has a size that contradicts its shape")
         if entry.offset != expected:
@@ -164,53 +166,61 @@ class SafetensorsWriter:
     """Writes a safetensors file tensor by tensor, in the order announced.
 
     Use as a context manager; leaving it normally flushes the file to the disk. Memory use is
-    that of the tensor at hand.
+    that of the tensor at hand. Tensors are announced by name, dtype and most elements; shapes are
+    taken as they come.
     """
 
     def __init__(
         self,
         path: Path,
-        tensors: Iterable[tuple[str, np.dtype, tuple[int, ...]]],
+        tensors: Iterable[tuple[str, np.dtype, int]],
         metadata: Mapping[str, str],
     ) -> None:
         self.path = path
         self._pending = list(tensors)
         self._metadata = dict(metadata)
-        self._next = 0
+        self._written: list[tuple[str, np.dtype, tuple[int, ...]]] = []
 
     def __enter__(self) -> "SafetensorsWriter":
+        largest = [(name, dtype, (size,)) for name, dtype, size in self._pending]
+        length = len(self._header(largest))
+        self._header_bytes = length + -(length + 8) % _PAGE_BYTES
+        self._file = self.path.open("wb")
+        with naming(self.path):
+            self._file.seek(8 + self._header_bytes)
+        return self
+
+    def _header(self, tensors: Iterable[tuple[str, np.dtype, tuple[int, ...]]]) -> bytes:
         header: dict[str, object] = {"__metadata__": self._metadata}
         offset = 0
-        for name, dtype, shape in self._pending:
+        for name, dtype, shape in tensors:
             end = offset + prod(shape) * dtype.itemsize
             code = _CODE_OF_DTYPE[np.dtype(dtype)]
             header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, end]}
             offset = end
-        raw = json.dumps(header, separators=(",", ":")).encode()
-        raw += b" " * (-(len(raw) + 8) % _PAGE_BYTES)
-        self._file = self.path.open("wb")
-        with naming(self.path):
-            self._file.write(struct.pack("<Q", len(raw)) + raw)
-        return self
+        return json.dumps(header, separators=(",", ":")).encode()
 
     def append(self, name: str, array: np.ndarray) -> None:
-        """Writes the next tensor, which must be the one announced."""
-        expected = self._pending[self._next]
-        if (name, array.dtype, array.shape) != (expected[0], np.dtype(expected[1]), expected[2]):
-            raise ValueError(f"expected {expected}, got {(name, array.dtype, array.shape)}")
+        """Writes the next tensor, which must be the one announced and no larger."""
+        expected = self._pending[len(self._written)]
+        found = (name, array.dtype)
+        if found != (expected[0], np.dtype(expected[1])) or not 0 < array.size <= expected[2]:
+            raise ValueError(f"expected {expected}, got {(*found, array.shape)}")
         content = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         with naming(self.path):
             self._file.write(content)
-        self._next += 1
+        self._written.append((name, array.dtype, array.shape))
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         try:
             if error_type is None:
-                if self._next != len(self._pending):
-                    raise ValueError(
-                        f"{self.path}: {len(self._pending) - self._next} tensors missing"
-                    )
+                missing = len(self._pending) - len(self._written)
+                if missing:
+                    raise ValueError(f"{self.path}: {missing} tensors missing")
+                header = self._header(self._written).ljust(self._header_bytes)
                 with naming(self.path):
+                    self._file.seek(0)
+                    self._file.write(struct.pack("<Q", len(header)) + header)
                     self._file.flush()
                     os.fsync(self._file.fileno())
         finally:
