@@ -19,7 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from convert.layers import Draft, convert_expert, empty_draft, shared_tree
+from convert.layer_memory import LayerMemory
+from convert.layers import convert_expert, shared_tree
 from convert.plan import Plan, build_plan
 from convert.progress import ProgressCallback
 from convert.sources import TensorSource
@@ -58,7 +59,9 @@ class InMemoryCheckpoint:
         self._source = source
         self._plan: Plan = build_plan(source, group_size, expert_format=expert_format)
         self._progress = progress
-        self._workers = _Workers(_Work(source, self._plan), num_workers, processes)
+        self._memory = [LayerMemory(self._plan) for _ in self._plan.experts]
+        work = _Work(source, self._plan, self._memory)
+        self._workers = _Workers(work, num_workers, processes)
         self._layers: dict[int, list[Future]] = {}
 
     @property
@@ -83,8 +86,8 @@ class InMemoryCheckpoint:
         futures = [future for layer in self._held(0) for future in layer]
         capacity = 0
         for done, future in enumerate(futures, start=1):
-            words = future.result()[0]
-            capacity = max(capacity, NestedLayout.from_words(*sizes, len(words)).capacity)
+            num_words = future.result()[0]
+            capacity = max(capacity, NestedLayout.from_words(*sizes, num_words).capacity)
             if self._progress is not None:
                 self._progress("encoding experts", done, len(futures))
         return NestedLayout(*sizes, capacity)
@@ -106,11 +109,11 @@ class InMemoryCheckpoint:
 
     def load_draft_layer(self, layer: int, device: Any = None) -> dict[str, jax.Array]:
         """See `Checkpoint.load_draft_layer`."""
-        draft = empty_draft(self._plan)
-        for expert, future in enumerate(self._held(layer)[0]):
-            for name, array in future.result()[1].items():
-                draft[name][expert] = array
-        return jax.tree.map(lambda array: place(array, None, device), draft)
+        for future in self._held(layer)[0]:
+            future.result()
+        # The memory is used again for other things.
+        arrays = jax.device_put(self._memory[layer].draft, device, may_alias=False)
+        return jax.block_until_ready(arrays)
 
     def open_experts(self) -> _Experts:
         """See `Checkpoint.open_experts`."""
@@ -124,7 +127,9 @@ class InMemoryCheckpoint:
     def _expert(self, layer: int, expert: int) -> np.ndarray:
         """See `ExpertFiles.get`."""
         layout = self.nested_layout
-        array = self._held(layer)[0][expert].result()[0]
+        size, array = self._held(layer)[0][expert].result()
+        if array is None:
+            array = self._memory[layer].get(expert, size)
         if layout is None:
             return array
         return with_capacity(array, layout.hidden, layout.inner, layout.capacity)
@@ -135,6 +140,7 @@ class InMemoryCheckpoint:
         wanted = range(layer, min(layer + ahead, len(self._plan.experts)))
         for other in self._layers.keys() - set(wanted):
             del self._layers[other]
+            self._memory[other].release()
         for each in wanted:
             if each not in self._layers:
                 self._layers[each] = [
@@ -147,21 +153,21 @@ class InMemoryCheckpoint:
 class _Work:
     """Makes the parts of one checkpoint; its methods run in the workers."""
 
-    def __init__(self, source: TensorSource, plan: Plan) -> None:
+    def __init__(self, source: TensorSource, plan: Plan, memory: list[LayerMemory]) -> None:
         self._source = source
         self._plan = plan
+        self._memory = memory
 
     def shared(self, part: str) -> Any:
         """One part of the shared parameters."""
         return shared_tree(self._source, self._plan, self._plan.shared[part])
 
-    def expert(self, layer: int, expert: int) -> tuple[np.ndarray, Draft]:
-        """The expert in the plan's format, and its draft arrays."""
-        draft = empty_draft(self._plan, num_experts=1)
-        array = convert_expert(
-            self._source, self._plan, self._plan.experts[layer], expert, draft, place=0
-        )
-        return array, {name: array[0] for name, array in draft.items()}
+    def expert(self, layer: int, expert: int) -> tuple[int, np.ndarray | None]:
+        """Makes an expert and its draft: its size, and itself if its layer's memory lacks room."""
+        memory = self._memory[layer]
+        plan = self._plan
+        array = convert_expert(self._source, plan, plan.experts[layer], expert, memory.draft)
+        return array.size, memory.put(expert, array)
 
 
 class _Workers:

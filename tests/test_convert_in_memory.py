@@ -37,6 +37,21 @@ def test_nested_experts_are_let_go_layer_by_layer():
     checkpoint.close()
 
 
+def test_experts_that_are_all_escapes_find_room(monkeypatch):
+    checkpoint = InMemoryCheckpoint(
+        SafetensorsSource(EMBEDDED_MODEL), tokenizer_path=EMBEDDED_MODEL, expert_format="nested"
+    )
+    expected = checkpoint.open_experts().get(0, 3).copy()
+    small = InMemoryCheckpoint(
+        SafetensorsSource(EMBEDDED_MODEL), tokenizer_path=EMBEDDED_MODEL, expert_format="nested"
+    )
+    for memory in small._memory:
+        monkeypatch.setattr(memory, "_expert_bytes", 64)
+    np.testing.assert_array_equal(small.open_experts().get(0, 3), expected)
+    checkpoint.close()
+    small.close()
+
+
 def test_worker_processes_give_the_same(tmp_path):
     convert_checkpoint(EMBEDDED_MODEL, tmp_path / "converted")
     # In a process of its own: forking one in which JAX already runs threads may hang.

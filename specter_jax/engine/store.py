@@ -58,5 +58,5 @@ class ExpertStore:
 
 def pin_layer(experts: Sequence[np.ndarray], device: jax.Device) -> tuple[jax.Array, ...]:
     """Copies one layer's experts (memory-mapped arrays, say) into pinned memory."""
-    arrays = jax.device_put(list(experts), host_sharding(device))
+    arrays = jax.device_put(list(experts), host_sharding(device), may_alias=False)
     return tuple(jax.block_until_ready(arrays))
