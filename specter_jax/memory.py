@@ -110,7 +110,6 @@ def plan_memory(
     outright. Neither: every expert gets a slot. itemsize: bytes of an activation.
     Raises BudgetError if the result is below one token's experts, or both are given.
     """
-    num_experts = config.num_moe_layers * config.num_experts
     sizes = {
         "batch": max_batch,
         "max_context": max_context,
@@ -129,12 +128,23 @@ def plan_memory(
         max_in_flight=in_flight,
         budget_bytes=gpu_memory,
     )
-    if gpu_memory is not None and expert_slots is not None:
+    return buy_slots(config, ledger, expert_slots)
+
+
+def buy_slots(
+    config: ModelConfig, ledger: MemoryLedger, expert_slots: int | None = None
+) -> MemoryLedger:
+    """`ledger` with the slots that its budget pays for, or with `expert_slots`; see `plan_memory`.
+
+    Raises BudgetError if that is less than one token's experts, or both are given.
+    """
+    if ledger.budget_bytes is not None and expert_slots is not None:
         raise BudgetError("gpu_memory and expert_slots were both given: give one of them")
+    num_experts = config.num_moe_layers * config.num_experts
     if expert_slots is not None:
         slots = expert_slots
-    elif gpu_memory is not None:
-        slots = math.floor((gpu_memory - ledger.fixed_bytes) / expert_bytes)
+    elif ledger.budget_bytes is not None:
+        slots = math.floor((ledger.budget_bytes - ledger.fixed_bytes) / ledger.expert_bytes)
     else:
         slots = num_experts
     if slots < min_slots(config):

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from specter_jax.arguments import as_callable, as_choice, as_integer
+from specter_jax.arguments import as_callable, as_choice
+from specter_jax.budget import check_device, plan, slots_for
 from specter_jax.checkpoint import Checkpoint, open_checkpoint
 from specter_jax.compilation import keep_compiled_programs
 from specter_jax.config import ModelConfig, layer_name
@@ -24,18 +24,14 @@ from specter_jax.engine.programs import Programs, build_programs
 from specter_jax.engine.slots import SlotPool
 from specter_jax.engine.store import ExpertStore, device_sharding, pin_layer
 from specter_jax.engine.warmup import warm_up
-from specter_jax.errors import BudgetError, InvalidRequestError
-from specter_jax.memory import MemoryLedger, plan_memory
+from specter_jax.errors import InvalidRequestError
+from specter_jax.memory import MemoryLedger
 from specter_jax.offload import DEFAULT_POLICY, get_policy, make_eviction
-from specter_jax.parameter_sizes import parameter_sizes
 from specter_jax.runtime_config import DTYPES, RuntimeConfig
 from specter_jax.sizes import parse_size
 from specter_jax.source import resolve_checkpoint
 from specter_jax.stats import StatsRecorder
 from specter_jax.trace import NullTrace, Tracer
-
-DEFAULT_MAX_CONTEXT = 4096
-"""Longest prompt plus output that memory is set aside for, unless the model's context is less."""
 
 Progress = Callable[[str, int, int], None]
 """`(what, done, total)`, called while converting, loading and compiling."""
@@ -143,6 +139,33 @@ class Model:
             self.policy = spec.name
             self.reset_cache()
 
+    def resize(
+        self, *, gpu_memory: str | int | None = None, expert_slots: int | None = None
+    ) -> None:
+        """Gives the model another budget: other slots, freshly filled; nothing is loaded again.
+
+        Programs compile anew, because the number of slots is part of their shapes.
+
+        gpu_memory, expert_slots: as for `load`.
+
+        Raises:
+            BudgetError: the budget is too small; the model stays as it is.
+            InvalidRequestError: an argument is out of range, or the model is generating.
+        """
+        budget = None if gpu_memory is None else parse_size(gpu_memory)
+        ledger = slots_for(self.config, self.ledger, budget=budget, expert_slots=expert_slots)
+        check_device(self.device, ledger)
+        with self.exclusive():
+            # The old slots go first: both may not fit.
+            self.pool.settle()
+            self.pool.slots.delete()
+            self.pool = _make_pool(self.config, self.pool.store, self.device, ledger, self.policy)
+            self.ledger = ledger
+            self.runtime = dataclasses.replace(self.runtime, num_slots=ledger.num_slots)
+            self.warm.clear()
+            self.controllers.clear()
+            self.optimism = Optimism()
+
     def reset_cache(self) -> None:
         """Forgets what was learnt and fills the slots as `load` did."""
         self.optimism = Optimism()
@@ -211,7 +234,7 @@ def load(
         max_batch=max_batch,
     )
     device = jax.devices()[0]
-    _check_device(device, ledger)
+    check_device(device, ledger)
     on_device = device_sharding(device)
     params = {"shared": checkpoint.load_shared(dtype, on_device), "draft": {}}
     experts = checkpoint.open_experts()
@@ -222,14 +245,7 @@ def load(
         if progress is not None:
             progress("loading experts", m + 1, config.num_moe_layers)
     store = ExpertStore(tuple(stored))
-    pool = SlotPool(
-        store=store,
-        device=device,
-        num_slots=runtime.num_slots,
-        max_in_flight=runtime.max_in_flight,
-        eviction=_eviction(config, DEFAULT_POLICY),
-    )
-    pool.fill()
+    pool = _make_pool(config, store, device, ledger, DEFAULT_POLICY)
     return Model(
         path=checkpoint.path,
         config=config,
@@ -246,59 +262,22 @@ def load(
     )
 
 
-def plan(
-    checkpoint: Checkpoint,
-    *,
-    budget: int | None,
-    expert_slots: int | None,
-    dtype: str,
-    max_context: int | None,
-    max_batch: int,
-) -> tuple[MemoryLedger, RuntimeConfig]:
-    """What a budget buys, without loading anything; raises BudgetError, InvalidRequestError."""
-    config = checkpoint.config
-    max_batch = as_integer("max_batch", max_batch, 1)
-    if expert_slots is not None:
-        expert_slots = as_integer("expert_slots", expert_slots)
-    if max_context is None:
-        max_context = min(config.max_context, DEFAULT_MAX_CONTEXT)
-    max_context = as_integer("max_context", max_context, 2, config.max_context)
-    itemsize = np.dtype(jax.numpy.dtype(dtype)).itemsize
-    prefill_tokens = RuntimeConfig.prefill_tokens
-    sizes = parameter_sizes(checkpoint, itemsize)
-    ledger = plan_memory(
-        config=config,
-        shared_bytes=sizes.shared_bytes,
-        draft_bytes=sizes.draft_bytes,
-        expert_bytes=sizes.expert_bytes,
-        itemsize=itemsize,
-        max_batch=max_batch,
-        max_context=max_context,
-        prefill_tokens=prefill_tokens,
-        gpu_memory=budget,
-        expert_slots=expert_slots,
-    )
-    runtime = RuntimeConfig(
-        num_slots=ledger.num_slots,
-        max_in_flight=ledger.max_in_flight,
-        max_context=max_context,
-        max_batch=max_batch,
-        prefill_tokens=prefill_tokens,
-    )
-    return ledger, runtime
-
-
 def _eviction(config: ModelConfig, policy: str):
     return make_eviction(
         get_policy(policy), num_layers=config.num_moe_layers, num_experts=config.num_experts
     )
 
 
-def _check_device(device: jax.Device, ledger: MemoryLedger) -> None:
-    """Raises BudgetError before anything is loaded if the plan exceeds the device's memory."""
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    if limit is not None and ledger.total_bytes > limit:
-        raise BudgetError(
-            f"this needs {ledger.total_bytes / 2**30:.1f} GiB but {device.device_kind} offers "
-            f"{limit / 2**30:.1f} GiB: give gpu_memory or expert_slots"
-        )
+def _make_pool(
+    config: ModelConfig, store: ExpertStore, device: jax.Device, ledger: MemoryLedger, policy: str
+) -> SlotPool:
+    """A filled pool of as many slots as the ledger has."""
+    pool = SlotPool(
+        store=store,
+        device=device,
+        num_slots=ledger.num_slots,
+        max_in_flight=ledger.max_in_flight,
+        eviction=_eviction(config, policy),
+    )
+    pool.fill()
+    return pool

@@ -1,0 +1,38 @@
+"""`Model.resize`: another budget without loading again, and the same output."""
+
+import pytest
+from engine_cases import CONTEXT, PROMPTS, load_tiny, plain_tokens, run
+
+import specter_jax as sj
+from specter_jax.errors import BudgetError, InvalidRequestError
+
+
+def test_a_resized_model_gives_the_same_output(tiny_directory):
+    # A model of its own: others share what `load_tiny` gives.
+    model = sj.load(tiny_directory, expert_slots=40, dtype="float32", max_context=CONTEXT)
+    plain = plain_tokens(tiny_directory)
+    run(model, PROMPTS[:1])
+    for slots in (24, 160):
+        model.resize(expert_slots=slots)
+        assert model.pool.num_slots == model.ledger.num_slots == model.runtime.num_slots == slots
+        assert int(model.pool.cache.resident.sum()) == slots
+        assert run(model, PROMPTS[:1]).tokens == plain[:1]
+
+
+def test_a_budget_that_is_too_small_leaves_the_model_as_it_is(tiny_directory):
+    model = load_tiny(tiny_directory)
+    before = model.pool.num_slots
+    with pytest.raises(BudgetError, match="too small"):
+        model.resize(gpu_memory="1MiB")
+    with pytest.raises(BudgetError, match="one token needs 4"):
+        model.resize(expert_slots=3)
+    with pytest.raises(BudgetError, match="both given"):
+        model.resize(gpu_memory="8GiB", expert_slots=30)
+    assert model.pool.num_slots == before
+    assert run(model, PROMPTS[:1]).tokens == plain_tokens(tiny_directory)[:1]
+
+
+def test_a_generating_model_is_not_resized(tiny_directory):
+    model = load_tiny(tiny_directory)
+    with model.exclusive(), pytest.raises(InvalidRequestError, match="generating already"):
+        model.resize(expert_slots=30)
