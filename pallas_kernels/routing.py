@@ -86,12 +86,13 @@ def _sparse_mixer_choices(logits, ids, rule):
     return chosen, weights
 
 
-def _kernel(logits_ref, experts_ref, weights_ref, *, rule, early_launch):
+def _kernel(logits_ref, used_ref, experts_ref, weights_ref, *, rule, early_launch):
     num_experts = logits_ref.shape[1]
     row = let_next_start(pl.program_id(0), early_launch)
     width = max(16, 1 << (num_experts - 1).bit_length())
     ids = lax.broadcasted_iota(jnp.int32, (width,), 0)
     line = jnp.full((width,), row, jnp.int32)
+    used = used_ref[row] != 0
     logits = plgpu.load(logits_ref.at[line, ids], mask=ids < num_experts, other=-jnp.inf)
     if rule.kind == "sparse_mixer":
         chosen, weights = _sparse_mixer_choices(logits, ids, rule)
@@ -107,18 +108,20 @@ def _kernel(logits_ref, experts_ref, weights_ref, *, rule, early_launch):
     for number, (expert, weight) in enumerate(zip(chosen, weights, strict=True)):
         ids_out = jnp.where(place == number, expert, ids_out)
         weights_out = jnp.where(place == number, weight, weights_out)
+    ids_out = jnp.where(used, ids_out, num_experts)
     line = jnp.full(place.shape, row, jnp.int32)
     plgpu.store(experts_ref.at[line, place], ids_out, mask=place < rule.top_k)
     plgpu.store(weights_ref.at[line, place], weights_out, mask=place < rule.top_k)
 
 
 def choose_experts(
-    logits: jax.Array, rule: RoutingRule, *, interpret: bool = False
+    logits: jax.Array, mask: jax.Array, rule: RoutingRule, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """logits: float32 [..., num_experts] -> experts int32 and weights float32, [..., k].
 
-    Ties go to the lower id. A row's bits do not depend on the other rows. interpret: run the
-    kernel's arithmetic on any device, slowly.
+    mask: bool [...]; a row that is false chooses the id num_experts, of no expert. Ties go to the
+    lower id. A row's bits do not depend on the other rows. interpret: run the kernel's arithmetic
+    on any device, slowly.
     """
     flat = logits.reshape(-1, logits.shape[-1])
     early_launch = not interpret and supports_early_launch(tuning.device_kind())
@@ -133,6 +136,6 @@ def choose_experts(
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="choose_experts",
-    )(flat)
+    )(flat, mask.reshape(-1).astype(jnp.int32))
     out = (*logits.shape[:-1], rule.top_k)
     return experts.reshape(out), weights.reshape(out)

@@ -11,6 +11,10 @@ import pytest
 from pallas_kernels.products import contract
 from pallas_kernels.small_dense import Dense, Norm, Normalized, api, pallas_triton, reference
 from pallas_kernels.small_dense.config import SmallDenseConfig, config_for, unsupported_reason
+from specter_jax.config import ModelConfig
+from specter_jax.models.router import choose_experts
+from tests.checkpoints import tiny_config
+from tests.routing_cases import KINDS, check_routing
 
 SMALL = SmallDenseConfig(rows_out=16, rows_in=16, vector_out=4, vector_ahead=2, vector_warps=1)
 FLOAT32, BFLOAT16 = 1e-5, 1e-2
@@ -173,3 +177,16 @@ def test_config_fits_any_supported_shape():
     assert "multiple of 16" in unsupported_reason(40, {"bfloat16"})
     assert "int8" in unsupported_reason(64, {"bfloat16", "int8"})
     assert unsupported_reason(64, {"bfloat16", "float32"}) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_routing_kernel_follows_the_plain_rule(kind):
+    check_routing(kind, interpret=True)
+
+
+def test_masked_rows_choose_no_expert():
+    config = ModelConfig.from_hf(tiny_config("mixtral"))
+    logits = jnp.ones((1, 2, config.num_experts))
+    experts, _ = choose_experts(config, logits, jnp.array([[True, False]]))
+    assert experts[0, 1].tolist() == [config.no_expert] * config.top_k
+    assert experts[0, 0].tolist() == [0, 1]

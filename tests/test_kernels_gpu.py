@@ -14,6 +14,8 @@ from pallas_kernels.draft_experts import api as draft_api
 from pallas_kernels.expert_ffn import api as ffn_api
 from pallas_kernels.expert_ffn import pallas_triton as ffn_kernels
 from pallas_kernels.expert_ffn.config import config_for
+from pallas_kernels.small_dense import Dense, Norm, Normalized, api, reference
+from tests.routing_cases import KINDS, check_routing
 
 pytestmark = pytest.mark.gpu
 
@@ -153,3 +155,85 @@ def test_ffn_in_float32_on_a_small_shape():
         for name in ("pallas", "reference")
     )
     assert error(value, expected) < 1e-5
+
+
+def dense_case(num_rows, num_in=2816, dtype=jnp.bfloat16):
+    """x and parts with every epilogue, sizes that no block divides among them."""
+    keys = iter(jax.random.split(jax.random.key(7), 20))
+
+    def array(*shape, as_type=dtype):
+        return jax.random.normal(next(keys), shape, as_type)
+
+    def weight(outputs):
+        return array(outputs, num_in) * jnp.asarray(num_in**-0.5, dtype)
+
+    x = array(num_rows, num_in)
+    return x, [
+        Dense(weight=weight(700), bias=array(700), dtype=dtype),
+        Dense(weight=weight(300), up=weight(300), dtype=dtype),
+        Dense(
+            weight=weight(512),
+            scale=array(num_rows, 1, as_type=jnp.float32),
+            add=(array(num_rows, 512, as_type=jnp.float32), array(num_rows, 512)),
+        ),
+        Dense(weight=weight(60).astype(jnp.float32), widen=True),
+    ]
+
+
+def few(x, parts, num_rows):
+    return x[:num_rows], [
+        dataclasses.replace(
+            part,
+            scale=part.scale if part.scale is None else part.scale[:num_rows],
+            add=tuple(term[:num_rows] for term in part.add),
+        )
+        for part in parts
+    ]
+
+
+def run_products(implementation, x, parts):
+    return jax.jit(functools.partial(api.products, implementation=implementation))(x, parts)
+
+
+@pytest.mark.parametrize(("num_in", "dtype"), [(2816, jnp.bfloat16), (2048, jnp.float32)])
+def test_dense_rows_match_and_keep_their_bits(num_in, dtype):
+    if not tuning.is_cuda_gpu():
+        pytest.skip("needs an NVIDIA GPU")
+    x, parts = dense_case(100, num_in, dtype)
+    bound = 1e-5 if dtype == jnp.float32 else FFN_ROUNDING
+    whole = run_products("rows", x, parts)
+    for value, expected in zip(whole, run_products("reference", x, parts), strict=True):
+        assert error(value.astype(jnp.float32), expected.astype(jnp.float32)) < bound
+    for num_rows in (1, 2, 9, 17, 33, 64):
+        values = run_products("rows", *few(x, parts, num_rows))
+        for value, expected in zip(values, whole, strict=True):
+            np.testing.assert_array_equal(value, expected[:num_rows])
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_in", [2048, 2816, 10944])
+def test_dense_vector_and_norms_match(num_in, has_bias):
+    if not tuning.is_cuda_gpu():
+        pytest.skip("needs an NVIDIA GPU")
+    x, parts = few(*dense_case(20, num_in), 1)
+    weight, bias = jax.random.normal(jax.random.key(1), (2, num_in), jnp.bfloat16)
+    norm = Norm(weight=weight, bias=bias if has_bias else None, eps=1e-6)
+    expected_input = reference.normalize(x, norm)
+    normed = jax.jit(lambda x: api.normalize(x, norm, implementation="rows"))(x)
+    assert error(normed.astype(jnp.float32), expected_input.astype(jnp.float32)) < FFN_ROUNDING
+    run = jax.jit(
+        lambda x, parts: api.products(
+            Normalized(x, norm), parts, keep_input=True, implementation="vector"
+        )
+    )
+    *values, kept = run(x, parts)
+    assert error(kept.astype(jnp.float32), expected_input.astype(jnp.float32)) < FFN_ROUNDING
+    for value, expected in zip(values, reference.products(expected_input, parts), strict=True):
+        assert error(value.astype(jnp.float32), expected.astype(jnp.float32)) < FFN_ROUNDING
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_routing_matches_its_reference(kind):
+    if not tuning.is_cuda_gpu():
+        pytest.skip("needs an NVIDIA GPU")
+    check_routing(kind, interpret=False)

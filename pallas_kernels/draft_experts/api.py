@@ -8,7 +8,7 @@ from typing import Literal
 import jax
 
 from pallas_kernels import tuning
-from pallas_kernels.draft_experts import pallas_triton, reference
+from pallas_kernels.draft_experts import arithmetic, pallas_triton, reference
 from pallas_kernels.draft_experts.config import config_for, unsupported_reason
 
 Implementation = Literal["pallas", "reference"]
@@ -24,9 +24,9 @@ def draft_experts(
 ) -> jax.Array:
     """Weighted sum of each row's chosen INT4 experts; arrays as in `reference.draft_experts`.
 
-    `layer` may hold `arithmetic.pack_tables(layer["tables"])` beside the rest; the kernels then
-    need not derive it. implementation: None takes the kernels on an NVIDIA GPU where they support
-    the sizes, and the reference otherwise.
+    `layer` may come from `prepare_draft_layer`; the kernels then derive nothing. implementation:
+    None takes the kernels on an NVIDIA GPU where they support the sizes, and the reference
+    otherwise.
 
     Raises:
         NotImplementedError: `implementation="pallas"` cannot run this; the text says why.
@@ -46,6 +46,14 @@ def draft_experts(
     hidden, inner = _sizes(x, layer)
     config = config_for(hidden, inner, tuning.device_kind())
     return pallas_triton.draft_experts(x, experts, weights, layer, config=config)
+
+
+def prepare_draft_layer(layer: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """`layer` with what the kernels would derive from it in every call: 36 bytes an expert.
+
+    To be called once, when a layer is loaded. The codes and scales are the same arrays.
+    """
+    return {**layer, **arithmetic.pack_tables(layer["tables"])}
 
 
 def layer_arrays(layer: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -25,6 +25,7 @@ from pallas_kernels.draft_experts.arithmetic import (
     word_product,
 )
 from pallas_kernels.draft_experts.config import DraftExpertsConfig
+from pallas_kernels.early_launch import let_next_start
 
 X_BLOCK_WORDS = 4
 """Words of gate and up inputs that share an activation scale."""
@@ -34,24 +35,6 @@ _H_BLOCK_WORDS = H_BLOCK // WORD_INPUTS
 _LANE_WORDS = 4  # words of one 16-byte load
 _GROUP_ROWS = 8  # rows that one warp reads at once
 _DOWN = 2  # the down projection's place in the tables
-
-
-def _let_next_start(expert, config, interpret):
-    """`expert`, and the next kernel may be launched and wait for this one's end (Hopper on).
-
-    XLA makes kernels wait for their predecessor before their first access to memory, so this only
-    hides the time a launch takes.
-    """
-    if interpret or not config.early_launch:
-        return expert
-    [out] = plgpu.elementwise_inline_asm(
-        "griddepcontrol.launch_dependents;\n mov.b32 $0, $1;",
-        args=[jnp.full((1,), expert, jnp.int32)],
-        constraints="=r,r",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct((1,), jnp.int32)],
-    )
-    return jnp.sum(out)
 
 
 def _index(shape, axis, start=0, step=1):
@@ -97,7 +80,7 @@ def _gate_up_kernel(
     choice, block = pl.program_id(0), pl.program_id(1)
     rows, chunk = config.gate_up_rows, config.gate_up_chunk_words
     row, slot = choice // num_choices, choice % num_choices
-    expert = _let_next_start(experts_ref[row, slot], config, interpret)
+    expert = let_next_start(experts_ref[row, slot], config.early_launch and not interpret)
     first = block * rows
     blocks_out = pl.ds(block * (rows // H_BLOCK), rows // H_BLOCK)
 
@@ -206,7 +189,7 @@ def _down_kernel(
     expert_chunks = codes_ref.shape[2] // chunk
     chunk_lanes, chunk_blocks = chunk // _LANE_WORDS, chunk // _H_BLOCK_WORDS
     chosen = [experts_ref[row, slot] for slot in range(num_choices)]
-    chosen[0] = _let_next_start(chosen[0], config, interpret)
+    chosen[0] = let_next_start(chosen[0], config.early_launch and not interpret)
     chosen = [jnp.minimum(expert, num_experts - 1) for expert in chosen]
 
     def expert_of(slot):

@@ -25,6 +25,7 @@ from pallas_kernels.small_dense.operands import Dense, Norm
 
 _MOST_BLOCK_ROWS = 64
 _WARP_INPUTS = 32 * LANE
+_SHARED_BYTES = 200 * 1024  # of shared memory that a program may fill with tiles on their way
 
 
 def _ceil(a: int, b: int) -> int:
@@ -339,6 +340,12 @@ def rows(
     block_rows = min(max(_power_of_two(num_rows), LEAST_BLOCK), _MOST_BLOCK_ROWS)
     leaves, tree = jax.tree.flatten((x, tuple(parts)))
     spans = _tiles(parts, lambda part: config.rows_out)
+    most_lines = max(len(_sides(part)) for part in parts) * config.rows_out + block_rows
+    stage_bytes = (
+        most_lines * config.rows_in * max(x.dtype.itemsize, parts[0].weight.dtype.itemsize)
+    )
+    # How far loads run ahead changes no sum, so it may depend on the number of rows.
+    stages = max(min(config.rows_stages, _SHARED_BYTES // stage_bytes), 2)
     return pl.pallas_call(
         functools.partial(
             _rows_kernel,
@@ -352,9 +359,7 @@ def rows(
         # Blocks of rows follow each other, so that a weight comes from memory once.
         grid=(_ceil(num_rows, block_rows), spans[-1][1]),
         out_shape=[jax.ShapeDtypeStruct((num_rows, p.outputs), p.dtype) for p in parts],
-        compiler_params=plgpu.CompilerParams(
-            num_warps=config.rows_warps, num_stages=config.rows_stages
-        ),
+        compiler_params=plgpu.CompilerParams(num_warps=config.rows_warps, num_stages=stages),
         interpret=interpret,
         name="dense_rows",
     )(*leaves)

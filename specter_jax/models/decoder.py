@@ -70,17 +70,22 @@ class MoEBlock(nn.Module):
                 self.shared_expert_gate = Linear(c.hidden_size, 1)
 
     def route(
-        self, hidden: jax.Array, kv: KVLayer, lengths: jax.Array, lengths_seen: jax.Array
+        self,
+        hidden: jax.Array,
+        kv: KVLayer,
+        lengths: jax.Array,
+        lengths_seen: jax.Array,
+        token_mask: jax.Array | None = None,
     ) -> tuple[Routed, KVLayer]:
-        """Attention, residual, norm and router."""
-        attended, kv = self.attention(self.input_norm.deferred(hidden), kv, lengths, lengths_seen)
-        residual = _add(hidden, attended)
+        """Attention, residual, norm and router. token_mask: bool [batch, tokens], None for all."""
+        x = self.input_norm.deferred(hidden)
+        residual, kv = self.attention(x, kv, lengths, lengths_seen, residual=hidden)
         # One kernel for all that takes this input, where there are kernels.
         shared = self._shared_parts(residual.dtype) if runs_in_kernels(residual) else []
         logits, *shared, moe_input = products(
             self.post_norm.deferred(residual), [self.router.dense(), *shared], keep_input=True
         )
-        experts, weights = choose_experts(self.config, logits)
+        experts, weights = choose_experts(self.config, logits, token_mask)
         return Routed(residual, moe_input, experts, weights, shared=tuple(shared)), kv
 
     def _shared_parts(self, dtype: jax.typing.DTypeLike) -> list[Dense]:
@@ -133,8 +138,8 @@ class DenseBlock(nn.Module):
         self, hidden: jax.Array, kv: KVLayer, lengths: jax.Array, lengths_seen: jax.Array
     ) -> tuple[jax.Array, KVLayer]:
         """hidden: [batch, tokens, hidden] -> the same, and the updated cache layer."""
-        attended, kv = self.attention(self.input_norm.deferred(hidden), kv, lengths, lengths_seen)
-        hidden = _add(hidden, attended)
+        x = self.input_norm.deferred(hidden)
+        hidden, kv = self.attention(x, kv, lengths, lengths_seen, residual=hidden)
         [active] = products(self.post_norm.deferred(hidden), [self.mlp.gate_up(hidden.dtype)])
         return self.mlp.down(active, add=(hidden,), dtype=hidden.dtype), kv
 
@@ -184,11 +189,15 @@ def route_layer(
     """
     seen = lengths_seen(config, lengths, token_mask, prompt=prompt)
 
+    # Kernels take all tokens at once and the mask with them; it comes after blocks otherwise.
+    whole = runs_in_kernels(hidden)
+
     def body(start: jax.Array, kv: KVLayer, block: Any) -> tuple[KVLayer, Routed]:
         hidden, seen = block
         moe = MoEBlock(config, layer)
         variables = {"params": layer_params}
-        routed, kv = moe.apply(variables, hidden, kv, start, seen, method="route")
+        block_mask = token_mask if whole else None
+        routed, kv = moe.apply(variables, hidden, kv, start, seen, block_mask, method="route")
         if next_router is not None:
             variables = {"params": next_router}
             predicted = moe.apply(variables, routed.residual, method="predict")
@@ -197,7 +206,8 @@ def route_layer(
 
     kv_layer, routed = run_over_tokens(body, kv_layer, (hidden, seen), lengths, token_mask)
     mask = token_mask[..., None]
-    routed = routed.replace(experts=jnp.where(mask, routed.experts, config.no_expert))
+    if not whole:
+        routed = routed.replace(experts=jnp.where(mask, routed.experts, config.no_expert))
     if next_router is not None:
         predicted = jnp.where(mask, routed.next_experts, config.no_expert)
         routed = routed.replace(next_experts=predicted)

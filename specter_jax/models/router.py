@@ -35,10 +35,26 @@ class Router(nn.Module):
         return choose_experts(self.config, products(x, [self.dense()])[0])
 
 
-def choose_experts(config: ModelConfig, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """logits: float32 [..., num_experts] -> experts int32 [..., k], weights float32 [..., k]."""
+def choose_experts(
+    config: ModelConfig, logits: jax.Array, mask: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """logits: float32 [..., num_experts] -> experts int32 [..., k], weights float32 [..., k].
+
+    mask: bool [...] or None for all; where false, experts are `config.no_expert`.
+    """
     if routing.supported(logits):
-        return routing.choose_experts(logits, routing_rule(config))
+        all_rows = jnp.ones(logits.shape[:-1], bool)
+        return routing.choose_experts(
+            logits, all_rows if mask is None else mask, routing_rule(config)
+        )
+    experts, weights = choose_plainly(config, logits)
+    return experts if mask is None else jnp.where(
+        mask[..., None], experts, config.no_expert
+    ), weights
+
+
+def choose_plainly(config: ModelConfig, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`choose_experts` without a mask, in plain JAX: what the kernel must agree with."""
     if config.routing == "sparse_mixer":
         experts, weights = sparse_mixer(logits, config.router_jitter)
     else:
