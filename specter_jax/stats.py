@@ -56,8 +56,9 @@ class Stats:
     hit_rate: float | None
     # Verifications that had to be resumed after a miss.
     resumes: int
-    # Expert weights moved from host to device, prefill included, in bytes.
+    # Expert weights moved from host to device, prefill included, in bytes; and the prefill's part.
     bytes_host_to_device: int
+    prefill_bytes_host_to_device: int
     # From the request to its first token; the prefill is the part on the device.
     ttft_ms: float
     prefill_ms: float
@@ -106,6 +107,7 @@ class StatsRecorder:
     demand_misses: int = 0
     resumes: int = 0
     bytes_host_to_device: int = 0
+    prefill_bytes_host_to_device: int = 0
     prefill_ms: float = 0.0
     wait_ms: float = 0.0
     boundary_ms: float = 0.0
@@ -188,6 +190,7 @@ class StatsRecorder:
             hit_rate=_ratio(self.resident_hits + self.prefetch_hits, uses),
             resumes=self.resumes,
             bytes_host_to_device=self.bytes_host_to_device,
+            prefill_bytes_host_to_device=self.prefill_bytes_host_to_device,
             ttft_ms=ttft_ms,
             prefill_ms=self.prefill_ms,
             decode_ms=decode_ms,
@@ -240,6 +243,7 @@ def merge(stats: Sequence[Stats]) -> Stats:
         hit_rate=_ratio(hits, hits + total("demand_misses")),
         resumes=total("resumes"),
         bytes_host_to_device=total("bytes_host_to_device"),
+        prefill_bytes_host_to_device=total("prefill_bytes_host_to_device"),
         ttft_ms=_weighted((one.ttft_ms, one.sequences) for one in stats) or 0.0,
         prefill_ms=total("prefill_ms"),
         decode_ms=total("decode_ms"),

@@ -27,6 +27,7 @@ def decode(ctx: Context, batch: Batch, controller: DepthController, on_tokens: O
     with ctx.recorder.timed("prefill_ms"):
         state, first = prefill(ctx, batch)
     ctx.recorder.first_token()
+    ctx.recorder.prefill_bytes_host_to_device += ctx.pool.bytes_moved - bytes_before
     remaining = np.array(batch.limits)
     _hand_out(ctx, state, remaining, first[:, None], np.ones(state.batch, int), on_tokens)
     while state.active.any():
