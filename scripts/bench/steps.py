@@ -23,10 +23,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import kernel_cases as cases
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+import kernel_cases as cases
 import true_size
 
 from specter_jax.config import ModelConfig, layer_name
