@@ -1,6 +1,7 @@
 """Random inputs for the attention kernels' tests, and the same computations in float64 numpy."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -89,6 +90,9 @@ def error(value, expected) -> float:
     return float(np.linalg.norm(value - expected) / np.linalg.norm(expected))
 
 
+_einsum = functools.partial(np.einsum, optimize=True)
+
+
 def _rotate(x, cos, sin, interleaved):
     """x: [..., heads, dim]; cos, sin: [..., dim / 2]."""
     half = x.shape[-1] // 2
@@ -106,11 +110,11 @@ def _attention(q, keys, values, lengths, window, scale):
     entry = np.arange(keys.shape[1])
     position = np.asarray(lengths)[:, None, None] + np.arange(q.shape[1])[:, None]
     mask = (entry <= position) & (entry > position - (window or keys.shape[1] + 1))
-    scores = np.einsum("bthd,bshd->bhts", q, keys) * scale
+    scores = _einsum("bthd,bshd->bhts", q, keys) * scale
     scores = np.where(mask[:, None], scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    return np.einsum("bhts,bshv->bthv", weights, values)
+    return _einsum("bhts,bshv->bthv", weights, values)
 
 
 def _append(entries, new, lengths):
@@ -133,10 +137,10 @@ def latent_float64(arrays, options):
     k_rope = _rotate(compressed[..., None, rank:], cos, sin, **turn)[..., 0, :]
     latent, rope = _append(latent, k_latent, lengths), _append(rope, k_rope, lengths)
     q = np.concatenate([q[..., :nope], _rotate(q[..., nope:], cos, sin, **turn)], -1)
-    keys = np.einsum("bsr,hdr->bshd", latent, up[:, :nope])
+    keys = _einsum("bsr,hdr->bshd", latent, up[:, :nope])
     shared = np.broadcast_to(rope[:, :, None], (*keys.shape[:3], rope.shape[-1]))
     keys = np.concatenate([keys, shared], -1)
-    values = np.einsum("bsr,hvr->bshv", latent, up[:, nope:])
+    values = _einsum("bsr,hvr->bshv", latent, up[:, nope:])
     attended = _attention(q, keys, values, lengths, options["window"], options["scale"])
     return attended, latent, rope
 
@@ -165,3 +169,9 @@ def part(arrays, start: int, stop: int, cache) -> tuple:
     per_token = {0, 1, len(new) - 2, len(new) - 1} | ({2} if len(new) == 5 else set())
     new = [x[:, start:stop] if i in per_token else x for i, x in enumerate(new)]
     return (*new, *cache, lengths + start)
+
+
+def row(arrays, index: int) -> tuple:
+    """The case of one sequence alone."""
+    shared = {2, 3} if len(arrays) == 9 else set()  # norm weights and projections
+    return tuple(x if i in shared else x[index : index + 1] for i, x in enumerate(arrays))
