@@ -73,7 +73,9 @@ def add_plan(commands: Any, add_policy: Add, add_context: Add) -> None:
         default="greedy",
         help="which text of the trace (default greedy)",
     )
-    routing.add_argument(
+    texts = routing.add_mutually_exclusive_group()
+    texts.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt to record")
+    texts.add_argument(
         "--prompts",
         metavar="FILE.jsonl",
         help="prompts to record (default: built-in ones)",
