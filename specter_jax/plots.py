@@ -1,18 +1,14 @@
-"""Figures, with matplotlib's object interface: no global state, no display needed.
-
-Colours are from Okabe and Ito's palette, which colour-blind readers can tell apart; lines differ by
-marker and dash as well, for print in grey.
-"""
+"""The figure of `specter profile`, in the report's colours."""
 
 import os
 from typing import TYPE_CHECKING
 
 from specter_jax.errors import InvalidRequestError
+from specter_jax.report.style import BLUE, GREEN, GREY, LIGHT, VERMILION
 
 if TYPE_CHECKING:
     from specter_jax.profile import Profile
 
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#666666"
 FORMATS = ("svg", "png", "pdf")
 INSTALL_HINT = "matplotlib is not installed; install it with: pip install matplotlib"
 
@@ -48,13 +44,15 @@ def plot_profile(profile: "Profile", path: str | os.PathLike[str]) -> None:
     for axes in (time, working_set, acceptance):
         axes.set_xticks(places, [str(depth) if depth else "0\nplain" for depth in depths])
         axes.set_xlabel("depth (tokens drafted)")
-        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+        axes.grid(axis="y", color=LIGHT, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
 
     times = [point.tpot_ms for point in profile.points]
     best = times.index(min(times))
     time.plot(places, times, color=BLUE, marker="o")
-    time.plot(places[best], times[best], color=ORANGE, marker="*", markersize=15, linestyle="none")
+    time.plot(
+        places[best], times[best], color=VERMILION, marker="*", markersize=15, linestyle="none"
+    )
     time.set_ylim(0, max(times) * 1.1)
     # Told here: beside the star it would lie on the line or outside of the frame.
     time.set_title(f"time per output token, ms (best: {depths[best]})")
@@ -75,7 +73,7 @@ def plot_profile(profile: "Profile", path: str | os.PathLike[str]) -> None:
     drafted = [(place, p) for place, p in zip(places, profile.points, strict=True) if p.depth]
     rates = [(place, p.acceptance_rate) for place, p in drafted if p.acceptance_rate is not None]
     acceptance.plot(
-        *zip(*rates, strict=True), color=ORANGE, marker="^", label="judged tokens accepted"
+        *zip(*rates, strict=True), color=VERMILION, marker="^", label="judged tokens accepted"
     )
     hits = [
         (place, p.hit_rate)

@@ -69,7 +69,7 @@ def measure(
         del model
         for share in sorted({*settings.shares, settings.share}):
             _measure_share(records, experts, name, share, tasks, settings, progress)
-        if number == 0:
+        if number == 0 and settings.batches:
             _measure_batches(records, experts, name, tasks, settings, progress)
     meta["load_average_after"] = load_average()
     return {

@@ -8,6 +8,7 @@ import numpy as np
 
 from specter_jax.report.style import (
     BLACK,
+    FULL_WIDTH,
     GREY,
     Panel,
     bar_style,
@@ -35,7 +36,7 @@ def draw_end_to_end(records: Records) -> Panel | None:
         return None
     models, budgets = list(grouped(records, "model")), list(grouped(records, "budget"))
     where = places(sorted({record["system"] for record in records}, key=_order))
-    figure, axes = grid(len(models), len(budgets), 2.2)
+    figure, axes = grid(len(models), len(budgets), 2.2, FULL_WIDTH)
     for row, model in zip(axes, models, strict=True):
         for panel, budget in zip(row, budgets, strict=True):
             ours = [r for r in records if (r["model"], r["budget"]) == (model, budget)]

@@ -108,6 +108,8 @@ def draw_prefill(records: Records) -> Panel:
     where = places(record["system"] for record in records)
     figure, (above, below) = grid(2, len(models), 2.5)
     lengths = sorted({record["tokens"] for record in records})
+    largest = max(record["peak_device_bytes"] or 0 for record in records)
+    unit, unit_name = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
     for column, (model, ours) in enumerate(models.items()):
         for (system, budget), curve in grouped(ours, "system", "budget").items():
             curve = sorted(curve, key=lambda record: record["tokens"])
@@ -116,15 +118,17 @@ def draw_prefill(records: Records) -> Panel:
             style = line_style(where[system])
             above[column].plot(x, [record["prefill_ms"] for record in curve], label=label, **style)
             peaks = [(at, r["peak_device_bytes"]) for at, r in zip(x, curve, strict=True)]
-            peaks = [(at, peak / 2**30) for at, peak in peaks if peak]
+            peaks = [(at, peak / unit) for at, peak in peaks if peak]
             below[column].plot(*zip(*peaks, strict=True), label=label, **style) if peaks else None
         above[column].set_title(model)
         above[column].set_yscale("log")
+        above[column].yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        above[column].yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
         below[column].set_ylim(bottom=0)
         for axes in (above[column], below[column]):
             even_ticks(axes, lengths, "prompt, tokens")
     above[0].set_ylabel("prefill, ms (log)")
-    below[0].set_ylabel("peak device memory, GiB")
+    below[0].set_ylabel(f"peak device memory, {unit_name}")
     legend_below(figure, above[0], columns=4)
     return Panel(
         svg_of(figure),

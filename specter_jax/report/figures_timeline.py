@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specter_jax.report.style import BLACK, Panel, bar_style, grid, listed, places, svg_of
+from specter_jax.report.style import BLACK, FULL_WIDTH, Panel, colour, grid, listed, places, svg_of
 
 Records = list[dict[str, Any]]
 Span = dict[str, Any]
@@ -26,15 +26,15 @@ LEAST_WIDTH = 1 / 800
 
 def draw_timeline(records: Records) -> Panel:
     """Figure 9: drafting, snapshots, transfers, waits and verification of one iteration."""
-    figure, axes = grid(len(records), 1, 2.6)
+    figure, axes = grid(len(records), 1, 2.6, FULL_WIDTH)
     colours = places(NAMES)
     for (panel,), record in zip(axes, records, strict=True):
         rows = _rows(record["spans"])
         names = [name for name in NAMES if name in rows] + [n for n in rows if n not in NAMES]
         total = max(span["end_us"] for span in record["spans"])
         for row, name in enumerate(names):
-            style = bar_style(colours.get(name, len(colours)) % 7) | {"hatch": ""}
-            _draw_row(panel, row, rows[name], total, style)
+            place = colours.get(name, len(colours))
+            _draw_row(panel, row, rows[name], total, {"color": colour(place), "linewidth": 0})
         panel.set_yticks(range(len(names)), [NAMES.get(name, name) for name in names])
         panel.invert_yaxis()
         panel.set_xlim(0, total / 1e3)
@@ -97,17 +97,23 @@ def _length(spans: list[Span]) -> float:
 
 def _sentence(record: dict[str, Any]) -> str:
     rows = _rows(record["spans"])
-    total = max(span["end_us"] for span in record["spans"]) / 1e3
+    total = _end_us(record["spans"]) / 1e3
     draft, flights = rows.get("draft", []), rows.get(IN_FLIGHT, [])
     drafted_at = max((span["end_us"] for span in draft), default=0.0)
     early = sum(span["begin_us"] < drafted_at for span in flights)
     waits = _length(rows.get("waits", []))
     return (
         f"{record['model']}: of {total:.1f} ms, {len(draft)} draft chunks take "
-        f"{_length(draft):.1f} ms and verification {_length(rows.get('verification', [])):.1f} ms, "
-        f"of which the host waits {waits:.1f} ms for routing; {early} of {len(flights)} transfers "
-        "begin before drafting ends"
+        f"{_length(draft):.1f} ms, snapshots {_length(rows.get('host', [])):.1f} ms, issuing "
+        f"verification {_length(rows.get('verification', [])):.1f} ms and waiting for its routing "
+        f"{waits:.1f} ms; {early} of {len(flights)} transfers begin before drafting ends"
     )
+
+
+def _end_us(spans: list[Span]) -> float:
+    """When the host was done; a guess that nobody waits for may still be in flight then."""
+    ends = [span["end_us"] for span in spans if not span.get("in_flight")]
+    return max(ends or [span["end_us"] for span in spans])
 
 
 def _table(record: dict[str, Any]) -> Records:

@@ -12,7 +12,7 @@ body { font: 15px/1.5 Georgia, serif; color: #111; background: #fff; margin: 2re
 h1, h2, h3, table, summary, nav { font-family: Helvetica, Arial, sans-serif; }
 h1 { font-size: 1.7rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
 h3 { font-size: .95rem; margin: 1.2rem 0 .3rem; color: #333; }
-figure { margin: 0; } figure img { width: 100%; height: auto; }
+figure { margin: 0; } figure img { max-width: 100%; height: auto; }
 figcaption { margin: .4rem 0 .6rem; }
 .method, .absent { color: #444; } .absent { font-style: italic; }
 table { border-collapse: collapse; font-size: 12px; margin: .5rem 0; }

@@ -10,6 +10,7 @@ import base64
 import contextlib
 import dataclasses
 import io
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ PURPLE, ORANGE, SKY = "#CC79A7", "#E69F00", "#56B4E9"
 COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
-HATCHES = ("", "///", "...", "xxx", "\\\\\\", "++", "oo")
+HATCHES = ("", "//", "xx", "--", "\\\\", "++", "||")
 
 # Ours looks the same in every figure, whatever else is compared.
 PLACES = {
@@ -41,9 +42,11 @@ PLACES = {
     "transformers": 5,
 }
 
-WIDTH = 10.0
-"""Of a figure, inches; shown at 96 pixels an inch or scaled to the page."""
+WIDTHS = {1: 5.2, 2: 8.5}
+FULL_WIDTH = 10.0
+"""Of a figure, inches, by columns of axes; shown at 96 pixels an inch or scaled to the page."""
 
+_MORE_DIGITS = re.compile(rb"(?<=[ \"(,-])(\d+\.\d\d)\d+(?=[ \")\n,])")
 _PARAMETERS = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -84,11 +87,14 @@ def drawing() -> Iterator[None]:
         yield
 
 
-def grid(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure, list[list[Axes]]]:
+def grid(
+    rows: int, columns: int, height: float, width: float | None = None, **options: Any
+) -> tuple[Figure, list[list[Axes]]]:
     """A figure of `rows` x `columns` axes, `height` inches each row; axes by row and column."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, height * rows + 0.3), layout="constrained")
+    width = width or WIDTHS.get(columns, FULL_WIDTH)
+    figure = Figure(figsize=(width, height * rows + 0.3), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     for row in axes:
         for one in row:
@@ -98,16 +104,21 @@ def grid(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure
 
 
 def svg_of(figure: Figure) -> bytes:
-    """The figure as SVG, without a date."""
+    """The figure as SVG, without a date; coordinates to a hundredth of a point."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue()
+    return _MORE_DIGITS.sub(rb"\1", buffer.getvalue())
+
+
+def colour(place: int) -> str:
+    """The colour of the series at this place."""
+    return COLOURS[place % len(COLOURS)]
 
 
 def line_style(place: int) -> dict[str, Any]:
     """Colour, marker and dash of the series at this place."""
     return {
-        "color": COLOURS[place % len(COLOURS)],
+        "color": colour(place),
         "marker": MARKERS[place % len(MARKERS)],
         "linestyle": DASHES[place % len(DASHES)],
         "markersize": 5,
@@ -118,7 +129,7 @@ def line_style(place: int) -> dict[str, Any]:
 def bar_style(place: int) -> dict[str, Any]:
     """Colour and hatch of the bars at this place."""
     return {
-        "facecolor": COLOURS[place % len(COLOURS)],
+        "facecolor": colour(place),
         "hatch": HATCHES[place % len(HATCHES)],
         "edgecolor": "white",
         "linewidth": 0.5,
