@@ -22,7 +22,7 @@ SIZE = ["--max-context", str(CONTEXT)]
 def tight():
     """A budget in bytes that holds a part of the experts."""
     model = planned_model(TINY_SOURCE, load_calibration())
-    sizes = [mebi * 2**20 for mebi in range(300, 500)]
+    sizes = [mebi * 2**20 for mebi in range(300, 500, 4)]
     partly = feasible(model, sizes, CONTEXT)[:-1]
     return partly[len(partly) // 2]
 
@@ -30,7 +30,7 @@ def tight():
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
     path = tmp_path_factory.mktemp("traces") / "made-up.npz"
-    save_trace(random_trace(1, prompts=3, outputs=40, hot=0.4), path)
+    save_trace(random_trace(1, prompts=3, outputs=40), path)
     return str(path)
 
 

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from pathlib import Path
 from typing import Any
 
 from pallas_kernels.nested import NestedLayout, padded_capacity
+from specter_jax.arguments import as_integer
+from specter_jax.budget import DEFAULT_MAX_CONTEXT
 from specter_jax.checkpoint import MANIFEST_NAME, open_checkpoint
 from specter_jax.config import ModelConfig
 from specter_jax.errors import CheckpointError, InvalidRequestError, MissingFileError
 from specter_jax.json_files import read_json_object
-from specter_jax.model import plan
-from specter_jax.parameter_sizes import parameter_sizes
+from specter_jax.memory import plan_memory
+from specter_jax.parameter_sizes import ParameterSizes, parameter_sizes
 from specter_jax.planner.calibration import Calibration
 from specter_jax.planner.timing import ModelBytes
+from specter_jax.runtime_config import RuntimeConfig
 
-DTYPE, ITEM_BYTES = "bfloat16", 2
-"""What a GPU computes in, and bytes of one element."""
+ITEM_BYTES = 2
+"""Of one element of bfloat16, what a GPU computes in."""
 
 EXPERT_FORMATS = ("nested", "plain")
 _WORD_BYTES = 4
@@ -39,26 +43,37 @@ class PlannedModel:
     expert_bytes: int
     has_weights: bool
 
+    @functools.cached_property
+    def parts(self) -> ParameterSizes:
+        """Bytes of shared parameters, draft and one expert."""
+        return parameter_sizes(self, ITEM_BYTES)
+
     def sizes(self, budget: int, max_context: int | None) -> tuple[int, int]:
         """Expert slots that a budget in bytes buys, and transfers in flight.
 
         Raises:
             BudgetError: the budget is too small. InvalidRequestError: `max_context` is.
         """
-        ledger, runtime = plan(
-            self,
-            budget=budget,
-            expert_slots=None,
-            dtype=DTYPE,
-            max_context=max_context,
+        most = self.config.max_context
+        if max_context is None:
+            max_context = min(most, DEFAULT_MAX_CONTEXT)
+        ledger = plan_memory(
+            config=self.config,
+            shared_bytes=self.parts.shared_bytes,
+            draft_bytes=self.parts.draft_bytes,
+            expert_bytes=self.parts.expert_bytes,
+            itemsize=ITEM_BYTES,
             max_batch=1,
+            max_context=as_integer("max_context", max_context, 2, most),
+            prefill_tokens=RuntimeConfig.prefill_tokens,
+            gpu_memory=budget,
         )
-        return ledger.num_slots, runtime.max_in_flight
+        return ledger.num_slots, ledger.max_in_flight
 
     def read_bytes(self) -> ModelBytes:
         """What this model's programs read."""
         config = self.config
-        sizes = parameter_sizes(self, ITEM_BYTES)
+        sizes = self.parts
         head = config.vocab_size * config.hidden_size * ITEM_BYTES
         # Of an embedding of its own only a row is read.
         embedding = 0 if config.tie_word_embeddings else head
