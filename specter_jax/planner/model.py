@@ -15,7 +15,7 @@ from specter_jax.checkpoint import MANIFEST_NAME, open_checkpoint
 from specter_jax.config import ModelConfig
 from specter_jax.errors import CheckpointError, InvalidRequestError, MissingFileError
 from specter_jax.json_files import read_json_object
-from specter_jax.memory import plan_memory
+from specter_jax.memory import plan_memory, staging_slots
 from specter_jax.parameter_sizes import ParameterSizes, parameter_sizes
 from specter_jax.planner.calibration import Calibration
 from specter_jax.planner.timing import ModelBytes
@@ -47,6 +47,11 @@ class PlannedModel:
     def parts(self) -> ParameterSizes:
         """Bytes of shared parameters, draft and one expert."""
         return parameter_sizes(self, ITEM_BYTES)
+
+    @property
+    def max_in_flight(self) -> int:
+        """Transfers that may be on their way at once."""
+        return staging_slots(self.expert_bytes)
 
     def sizes(self, budget: int, max_context: int | None) -> tuple[int, int]:
         """Expert slots that a budget in bytes buys, and transfers in flight.
@@ -100,35 +105,58 @@ def planned_model(
     Raises:
         MissingFileError, CheckpointError, UnsupportedModelError: the directory cannot be used.
     """
-    path, size = Path(path), None
+    path = Path(path)
     if (path / MANIFEST_NAME).exists():
         checkpoint = open_checkpoint(path)
         config, groups = checkpoint.config, checkpoint.group_sizes
         stored_as = getattr(checkpoint.manifest, "expert_format", EXPERT_FORMATS[1])
         if expert_format in (None, stored_as):
             expert_format, size = stored_as, parameter_sizes(checkpoint, ITEM_BYTES).expert_bytes
-    elif (path / "config.json").exists():
-        # Conversion sits above this package; its choice of group sizes is needed here alone.
-        from convert.plan import choose_group_sizes
+        else:
+            size = None
+        return _planned(path, config, groups, expert_format, calibration, size, has_weights=True)
+    if (path / "config.json").exists():
+        return model_of_config(_read_config(path), calibration, expert_format, path=path)
+    raise MissingFileError(f"{path}: neither a converted model nor a config.json there")
 
-        config = _read_config(path)
-        groups = choose_group_sizes(config)
-        expert_format = expert_format or EXPERT_FORMATS[0]
-    else:
-        raise MissingFileError(f"{path}: neither a converted model nor a config.json there")
+
+def model_of_config(
+    config: ModelConfig,
+    calibration: Calibration,
+    expert_format: str | None = None,
+    *,
+    path: Path = Path("."),
+) -> PlannedModel:
+    """Describes a model by its configuration; raises ConversionError if INT4 cannot encode it."""
+    # Conversion sits above this package; its choice of group sizes is needed here alone.
+    from convert.plan import choose_group_sizes
+
+    groups = choose_group_sizes(config)
+    expert_format = expert_format or EXPERT_FORMATS[0]
+    return _planned(path, config, groups, expert_format, calibration, None, has_weights=False)
+
+
+def _planned(
+    path: Path,
+    config: ModelConfig,
+    groups: Any,
+    expert_format: str,
+    calibration: Calibration,
+    size: int | None,
+    *,
+    has_weights: bool,
+) -> PlannedModel:
     if expert_format not in EXPERT_FORMATS:
         raise InvalidRequestError(
             f"expert format is {expert_format!r}; expected one of {', '.join(EXPERT_FORMATS)}"
         )
-    if size is None:
-        size = expert_bytes(config, expert_format, calibration.escape_share)
     return PlannedModel(
         path=path,
         config=config,
         group_sizes=groups,
         expert_format=expert_format,
-        expert_bytes=size,
-        has_weights=(path / MANIFEST_NAME).exists(),
+        expert_bytes=size or expert_bytes(config, expert_format, calibration.escape_share),
+        has_weights=has_weights,
     )
 
 

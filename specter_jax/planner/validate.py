@@ -1,0 +1,99 @@
+"""Predicts cells that were measured, to see how far the planner can be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from specter_jax.errors import InvalidRequestError
+from specter_jax.offload import get_policy
+from specter_jax.planner.calibration import Calibration
+from specter_jax.planner.model import PlannedModel
+from specter_jax.planner.predict import Comparison, compare
+from specter_jax.planner.replay import replay
+from specter_jax.planner.timing import Hardware, Timing
+from specter_jax.planner.traces import RoutingTrace
+
+MEASURED_KEYS = ("model", "expert_format", "budget_gib", "policy", "depth", "dataset")
+"""What tells measured cells apart."""
+
+Key = tuple[str, str]
+"""Name of a model and its expert format, as measured cells give them."""
+
+
+def is_predictable(cell: Mapping[str, Any]) -> bool:
+    """Whether a trace tells what the cell's policy does: one sequence, no next-layer guess."""
+    one_sequence = int(cell.get("batch") or 1) == 1
+    return one_sequence and get_policy(cell["policy"]).prefetch != "next_layer"
+
+
+def predict_measured(
+    cells: Iterable[Mapping[str, Any]],
+    models: Mapping[Key, PlannedModel],
+    traces: Mapping[str, RoutingTrace],
+    hardware: Hardware,
+    calibration: Calibration,
+    progress: Callable[[Mapping[str, Any]], None] | None = None,
+) -> list[dict[str, Any]]:
+    """The predictable ones of measured cells, each with `predicted_tpot_ms`.
+
+    Slots are those of the measured run. Equal cells but for their dataset are replayed once: one
+    trace stands for all texts.
+
+    Args:
+        cells: with `MEASURED_KEYS`, `slots`, and `tpot_ms` or `stats` that has it.
+        models: by name and expert format. traces: by name of the model.
+        progress: called with each row that is finished.
+
+    Raises:
+        InvalidRequestError: there is no model or no trace for a cell.
+    """
+    replayed: dict[tuple[Any, ...], dict[str, float | None]] = {}
+    rows = []
+    for cell in filter(is_predictable, cells):
+        key = (cell["model"], cell["expert_format"])
+        if key not in models or cell["model"] not in traces:
+            raise InvalidRequestError(f"no model or no trace for {', '.join(key)}")
+        same = (*key, cell["slots"], cell["policy"], cell["depth"])
+        if same not in replayed:
+            replayed[same] = _replay(
+                cell, models[key], traces[cell["model"]], hardware, calibration
+            )
+        measured = cell.get("tpot_ms", (cell.get("stats") or {}).get("tpot_ms"))
+        row = {name: cell.get(name) for name in MEASURED_KEYS} | {"slots": cell["slots"]}
+        rows.append(row | replayed[same] | {"measured_tpot_ms": measured})
+        if progress is not None:
+            progress(rows[-1])
+    return rows
+
+
+def errors(rows: Iterable[Mapping[str, Any]]) -> Comparison:
+    """Errors of what `predict_measured` gave; raises InvalidRequestError if there is nothing."""
+    rows = list(rows)
+    measured = [dict(row) | {"tpot_ms": row["measured_tpot_ms"]} for row in rows]
+    return compare(rows, measured, MEASURED_KEYS)
+
+
+def _replay(
+    cell: Mapping[str, Any],
+    model: PlannedModel,
+    trace: RoutingTrace,
+    hardware: Hardware,
+    calibration: Calibration,
+) -> dict[str, float | None]:
+    timing = Timing(model=model.read_bytes(), hardware=hardware, calibration=calibration)
+    stats = replay(
+        model.config,
+        trace.fitted(model.config),
+        timing,
+        num_slots=int(cell["slots"]),
+        max_in_flight=model.max_in_flight,
+        depth=cell["depth"],
+        policy=cell["policy"],
+    )
+    return {
+        "predicted_tpot_ms": stats.tpot_ms,
+        "predicted_hit_rate": stats.hit_rate,
+        "predicted_acceptance_rate": stats.acceptance_rate,
+        "predicted_bytes_per_token": stats.bytes_host_to_device / stats.new_tokens,
+    }
