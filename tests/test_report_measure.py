@@ -57,9 +57,9 @@ def report(tiny_directory):
 
 def test_the_recorder_decodes_what_generate_does(model):
     prompt = np.arange(5, 15, dtype=np.int32)
-    iterations = Recorder(model, SMALLEST.context)(prompt, depth=4, new_tokens=14)
+    iterations = Recorder(model, SMALLEST.context)(prompt, depth=4, new_tokens=8)
     num_new = [it.num_new for it in iterations]
-    assert sum(num_new) >= 13
+    assert sum(num_new) >= 7
     assert all(it.draft.shape[1] == 4 and it.target.shape[1] == 5 for it in iterations)
     # One token comes from the prompt. With exactly as many as these, no draft is wasted.
     result = sj.generate(model, [prompt], max_new_tokens=1 + sum(num_new), depth=4, ignore_eos=True)

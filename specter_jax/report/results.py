@@ -1,9 +1,10 @@
 """Records of runs on a GPU at true size, read from the JSON of `scripts/bench/`.
 
-Two shapes of file are understood. `h200.py` writes `{"meta", "cells", "prefill", "kernels"}`: a
-cell is one generation with "model", "budget_gib", "policy" or "system", "depth", "dataset",
-"batch", "stats" (`Stats.to_dict`) and whatever else was noted. `kernels.py` writes `{"device",
-"rows"}`. All keys are optional: what is absent is not measured, and nothing is filled in.
+Three shapes of file are understood. `h200.py` writes `{"meta", "cells", "prefill", "kernels",
+"timelines"}`: a cell is one generation with "model", "budget_gib", "policy" or "system", "depth",
+"dataset", "batch", "stats" (`Stats.to_dict`) and whatever else was noted. `kernels.py` writes
+`{"device", "rows"}`. `specter plan --json` is a prediction, see `predictions.py`. All keys are
+optional: what is absent is not measured, and nothing is filled in.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from specter_jax.report import TRUE_SIZE
 from specter_jax.report.measure_experts import EXPERT_WISE, FUSED_INT4, TOKEN_WISE
 from specter_jax.report.measure_runs import most_used, use_shares
 from specter_jax.report.measure_timeline import median_iteration
+from specter_jax.report.predictions import is_prediction, prediction_records
 
 Record = dict[str, Any]
 Records = dict[str, list[Record]]
@@ -41,20 +43,24 @@ def read_results(directory: str | os.PathLike[str]) -> tuple[list[Record], Recor
     if not folder.is_dir():
         raise InvalidRequestError(f"{directory}: no such directory")
     files = [(file.name, _read(file)) for file in sorted(folder.glob("*.json"))]
+    plans = [content for _, content in files if is_prediction(content)]
     files = [(name, content) for name, content in files if _is_result(content)]
     files.sort(key=lambda file: str(_meta(*file).get("date", "")))
-    metas, records = [], {}
+    metas, records, cells = [], {}, []
     for name, content in files:
+        cells += _cells(content)
         metas.append(_meta(name, content))
         for section, found in records_of(content).items():
             kept = {_key(record): record for record in [*records.get(section, []), *found]}
             records[section] = list(kept.values())
+    if pairs := prediction_records(plans, cells):
+        records["planner"] = pairs
     return metas, records
 
 
 def records_of(content: Mapping[str, Any]) -> Records:
     """Records of one file by section, those without any left out."""
-    cells = [cell for cell in content.get("cells") or [] if isinstance(cell.get("stats"), dict)]
+    cells = _cells(content)
     kernels = [*(content.get("kernels") or []), *(content.get("rows") or [])]
     records = {
         "depth": list(_depth_records(cells)),
@@ -65,9 +71,13 @@ def records_of(content: Mapping[str, Any]) -> Records:
         "end_to_end": [_end_to_end(cell) for cell in cells if _batch(cell) == 1],
         "batch": list(_batch_records(cells)),
         "hit_rate": list(_hit_rates(cells)),
-        "planner": list(_planner_records(cells, content.get("planner") or [])),
     }
     return {section: found for section, found in records.items() if found}
+
+
+def _cells(content: Mapping[str, Any]) -> list[Record]:
+    """Cells that were run."""
+    return [cell for cell in content.get("cells") or [] if isinstance(cell.get("stats"), dict)]
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -81,7 +91,8 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _is_result(content: Mapping[str, Any]) -> bool:
-    return any(key in content for key in ("cells", "prefill", "kernels", "rows", "planner"))
+    keys = ("cells", "prefill", "kernels", "rows", "timelines")
+    return not is_prediction(content) and any(key in content for key in keys)
 
 
 def _meta(name: str, content: Mapping[str, Any]) -> Record:
@@ -257,21 +268,3 @@ def _timelines(rows: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
         spans = row.get("spans") or (median_iteration(events) if events else None)
         if spans:
             yield {**_common(row), "depth": row.get("depth"), "spans": spans}
-
-
-def _planner_records(
-    cells: Iterable[Mapping[str, Any]], rows: Iterable[Mapping[str, Any]]
-) -> Iterable[Record]:
-    """Predicted and measured times: of cells that carry a prediction, or a list of its own."""
-    for source in (*cells, *rows):
-        stats = source.get("stats") or {}
-        predicted = source.get("predicted_tpot_ms")
-        measured = source.get("measured_tpot_ms", stats.get("tpot_ms"))
-        if predicted is not None and measured is not None:
-            yield {
-                **_common(source),
-                "system": _system(source),
-                "dataset": str(source.get("dataset") or "mixed"),
-                "predicted_tpot_ms": float(predicted),
-                "measured_tpot_ms": float(measured),
-            }

@@ -1,0 +1,73 @@
+"""Pairs of predicted and measured time per token, for cells that were both.
+
+Predictions are what `specter plan MODEL --json` prints, kept as a file beside the measurements; or
+a measured cell's own `predicted_tpot_ms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import PurePath
+from typing import Any
+
+from specter_jax.report import TRUE_SIZE
+from specter_jax.systems import SYSTEMS
+
+Cell = Mapping[str, Any]
+Key = tuple[str, int, str, str, str]
+
+
+def is_prediction(content: Mapping[str, Any]) -> bool:
+    """Whether a file is the planner's and not a measurement."""
+    return content.get("kind") == "predicted"
+
+
+def prediction_records(plans: Iterable[Cell], cells: Iterable[Cell]) -> list[dict[str, Any]]:
+    """One record for every measured cell of batch 1 that a prediction exists for.
+
+    plans: as `specter_jax.planner.predict.Prediction.to_dict` returns them. cells: of `h200.py`.
+    """
+    predicted = {}
+    for plan in plans:
+        model = PurePath(str(plan["model"])).name
+        for cell in plan["cells"]:
+            key = _key(model, cell["gpu_memory_bytes"], plan, cell["depth"], plan["policy"])
+            predicted[key] = cell["predicted_tpot_ms"]
+    records = []
+    for cell in cells:
+        if int(cell.get("batch") or 1) != 1 or cell.get("baseline"):
+            continue
+        guess = cell.get("predicted_tpot_ms", predicted.get(_key_of(cell)))
+        measured = cell["stats"].get("tpot_ms")
+        if guess is not None and measured is not None:
+            records.append(_record(cell, float(guess), float(measured)))
+    return records
+
+
+def _record(cell: Cell, predicted: float, measured: float) -> dict[str, Any]:
+    budget = cell.get("budget_gib")
+    return {
+        "model": str(cell.get("model", "?")),
+        "setting": TRUE_SIZE,
+        "budget": "all on the GPU" if budget is None else f"{budget:g} GiB",
+        "expert_format": cell.get("expert_format"),
+        "system": str(cell.get("system") or cell.get("policy")),
+        "depth": cell.get("depth"),
+        "dataset": str(cell.get("dataset") or "mixed"),
+        "predicted_tpot_ms": predicted,
+        "measured_tpot_ms": measured,
+    }
+
+
+def _key_of(cell: Cell) -> Key:
+    system = SYSTEMS.get(str(cell.get("system")))
+    policy = cell.get("policy") or (system.policy if system else None)
+    budget = cell.get("budget_gib")
+    size = None if budget is None else budget * 2**30
+    return _key(str(cell.get("model")), size, cell, cell.get("depth"), policy)
+
+
+def _key(model: str, size: float | None, source: Cell, depth: Any, policy: Any) -> Key:
+    """Model, budget in MiB, format of the experts, depth and policy."""
+    budget = -1 if size is None else round(size / 2**20)
+    return model, budget, str(source.get("expert_format")), str(depth), str(policy)
