@@ -38,6 +38,7 @@ class DecodeAttentionConfig:
     num_warps: int = 4
     num_stages: int = 2
     combine_splits: int = 8
+    combine_warps: int = 4
     early_launch: bool = False
     """Let the next kernel be launched while this one runs (compute capability 9 on)."""
     most_fused_rows: int = 1

@@ -6,6 +6,8 @@ and results are those of `reference.py`.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -14,7 +16,11 @@ from pallas_kernels.decode_attention.config import DecodeAttentionConfig
 from pallas_kernels.decode_attention.triton_attend import attend_splits
 from pallas_kernels.decode_attention.triton_prepare import prepare_grouped, prepare_latent
 
+_OPTIONS = ("window", "scale", "interleaved", "compute_dtype", "config", "interpret")
 
+
+# Jitted, so that the layers of a model are traced and lowered once.
+@functools.partial(jax.jit, static_argnames=(*_OPTIONS, "eps"))
 def attend_latent(
     q: jax.Array,
     compressed: jax.Array,
@@ -80,6 +86,7 @@ def attend_latent(
     return output.reshape(batch, tokens, heads, -1), latent, rope
 
 
+@functools.partial(jax.jit, static_argnames=_OPTIONS)
 def attend_grouped(
     q: jax.Array,
     k: jax.Array,

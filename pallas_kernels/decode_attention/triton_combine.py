@@ -152,7 +152,7 @@ def combine(
         ),
         grid=(rows, heads),
         out_shape=jax.ShapeDtypeStruct((rows, heads, value_dim), dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=config.combine_warps, num_stages=1),
         interpret=interpret,
         name="attend_combine",
     )(lengths, *partials)

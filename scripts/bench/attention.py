@@ -9,10 +9,14 @@ cache entries that the tokens read, once, and of the latents' up-projection.
 from __future__ import annotations
 
 import argparse
+import collections
 import concurrent.futures
 import dataclasses
 import functools
+import gzip
 import json
+import re
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -27,20 +31,22 @@ from pallas_kernels.decode_attention.config import DecodeAttentionConfig, config
 
 LENGTHS = (256, 1024, 4096)
 TOKENS = (1, 2, 9, 17)
-LAYERS, ROUNDS = 16, 3  # caches in one program, and passes over them
-COMPARED = ((256, 1), (256, 9), (4096, 1), (4096, 9))
+LAYERS, ROUNDS = 16, 2  # caches in one program, and passes over them
+COMPARED = ((256, 1), (256, 9), (1024, 1), (1024, 9), (4096, 1), (4096, 9))
 VARIANTS = {
     "split 64": dict(split=64),
     "split 256": dict(split=256),
-    "8 warps": dict(num_warps=8),
+    "8 warps": dict(num_warps=8, combine_warps=4),
     "product 128": dict(product_out=128),
     "1 stage": dict(num_stages=1),
+    "combine 16": dict(combine_splits=16),
+    "combine 1 warp": dict(combine_warps=1),
 }
 TRIED = {
-    "deepseek-v2-lite": ("split 64", "split 256", "8 warps", "product 128"),
-    "qwen1.5-moe": ("split 64", "split 256", "1 stage"),
+    "deepseek-v2-lite": ("split 64", "split 256", "8 warps", "combine 16"),
+    "qwen1.5-moe": ("split 64", "split 256", "1 stage", "combine 1 warp"),
 }
-TRIED_AT = ((256, 1), (256, 9), (4096, 9))
+TRIED_AT = ((256, 1), (1024, 9), (4096, 9))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,26 +184,44 @@ class Job:
     length: int
     batch: int = 1
 
+    @property
+    def name(self) -> str:
+        """Of the program, which the device profile repeats."""
+        words = (self.kind.name, self.version, self.tokens, self.length, self.batch)
+        return re.sub(r"\W", "_", "_".join(map(str, words)))
+
     def compiled(self) -> Any:
         implementation, config = reference, None
         if self.version != "reference":
             implementation = pallas_triton
             config = self.kind.config(self.batch, self.tokens)
             config = dataclasses.replace(config, **VARIANTS.get(self.version, {}))
-        run = jax.jit(chain(self.kind, implementation, config), donate_argnums=4)
-        return run.lower(*inputs(self.kind, self.batch, self.tokens, self.length)).compile()
+        run = chain(self.kind, implementation, config)
+        run.__name__ = self.name
+        return (
+            jax.jit(run, donate_argnums=4)
+            .lower(*inputs(self.kind, self.batch, self.tokens, self.length))
+            .compile()
+        )
 
-    def measure(self, run: Any) -> dict[str, Any]:
+    def measure(self, run: Any, folder: str) -> dict[str, Any]:
+        """Times from the host's clock, and of each kernel from a device profile."""
         *fixed, caches = random_like(inputs(self.kind, self.batch, self.tokens, self.length))
         fixed[3] = jnp.full((self.batch,), self.length - self.tokens, jnp.int32)
-        times = []
+        calls = LAYERS * ROUNDS
+        times, issued = [], 0.0
         for count in (1, 4, 4, 4):
             jax.block_until_ready(caches)
             began = time.perf_counter()
             for _ in range(count):
                 outputs, caches = run(*fixed, caches)
+            issued = (time.perf_counter() - began) / count / calls
             jax.block_until_ready((outputs, caches))
-            times.append((time.perf_counter() - began) / count / (LAYERS * ROUNDS))
+            times.append((time.perf_counter() - began) / count / calls)
+        with jax.profiler.trace(folder):
+            outputs, caches = run(*fixed, caches)
+            jax.block_until_ready((outputs, caches))
+        kernels = {name: us / calls for name, us in kernel_microseconds(folder).items()}
         read = self.batch * self.length * self.kind.entry_bytes + self.kind.weight_bytes
         return {
             "kind": self.kind.name,
@@ -205,10 +229,37 @@ class Job:
             "tokens": self.tokens,
             "length": self.length,
             "batch": self.batch,
-            "us": min(times[1:]) * 1e6,
-            "us_worst": max(times[1:]) * 1e6,
+            "us": sum(kernels.values()),
+            "wall_us": min(times[1:]) * 1e6,
+            "issue_us": issued * 1e6,
+            "kernels_us": kernels,
             "bytes": read,
         }
+
+
+def kernel_microseconds(folder: str) -> dict[str, float]:
+    """Device time by kernel, from a profile.
+
+    A kernel that was launched while the one before it ran counts from that one's end.
+    """
+    path = next(Path(folder).rglob("*.trace.json.gz"))
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    streams = {
+        (e["pid"], e["tid"])
+        for e in events
+        if e.get("name") == "thread_name" and "Stream" in e["args"]["name"]
+    }
+    kernels = sorted(
+        (e["ts"], e["ts"] + e["dur"], e["name"])
+        for e in events
+        if e.get("ph") == "X" and (e["pid"], e.get("tid")) in streams
+    )
+    totals: dict[str, float] = collections.defaultdict(float)
+    free = 0.0
+    for start, end, name in kernels:
+        totals[re.sub(r"_*[\d_]*$", "", name)] += max(0.0, end - max(start, free))
+        free = max(free, end)
+    return dict(totals)
 
 
 def jobs(variants: bool) -> list[Job]:
@@ -228,27 +279,30 @@ def main() -> None:
     parser.add_argument("--variants", action="store_true", help="other block shapes too")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    bandwidth = cases.copy_bandwidth()["copy"]
-    print(f"{tuning.device_kind()}, copy {bandwidth / 1e12:.2f} TB/s")
     todo = jobs(args.variants)
     began = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         programs = {job: pool.submit(job.compiled) for job in todo}
         concurrent.futures.wait(programs.values())
     print(f"{len(todo)} programs compiled in {time.perf_counter() - began:.1f} s")
+    bandwidth = cases.copy_bandwidth()["copy"]
+    print(f"{tuning.device_kind()}, copy {bandwidth / 1e12:.2f} TB/s")
     rows = []
     for job, program in programs.items():
         try:
-            row = job.measure(program.result())
+            with tempfile.TemporaryDirectory() as folder:
+                row = job.measure(program.result(), folder)
         except Exception as error:  # a block shape that does not fit is a result, too
-            print(f"{job.kind.name} {job.version} {job.tokens} {job.length}: {str(error)[:150]}")
+            print(f"{job.name}: {str(error)[:150]}")
             continue
         row["share"] = row["bytes"] / bandwidth / (row["us"] * 1e-6)
         rows.append(row)
+        split = " ".join(f"{name} {us:.1f}" for name, us in row["kernels_us"].items() if us > 0.05)
         print(
-            f"{row['kind']:17s} {row['version']:12s} batch {row['batch']:2d} tokens"
-            f" {row['tokens']:2d} entries {row['length']:4d}: {row['us']:6.2f} to"
-            f" {row['us_worst']:6.2f} us, {row['bytes'] / 1e6:5.2f} MB, {100 * row['share']:3.0f} %"
+            f"{row['kind']:16s} {row['version']:11s} {row['batch']:2d} x {row['tokens']:2d} tokens"
+            f" {row['length']:4d} entries: {row['us']:6.2f} us (wall {row['wall_us']:.1f}, issue"
+            f" {row['issue_us']:.1f}), {100 * row['share']:3.0f} %: {split[:90]}",
+            flush=True,
         )
     if args.out:
         args.out.write_text(json.dumps({"copy": bandwidth, "rows": rows}, indent=1))
