@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from report_cases import MODELS, made_up_records, made_up_report
 
+from specter_jax.cli import session
+from specter_jax.cli.main import main
 from specter_jax.errors import InvalidRequestError, PromptError
 from specter_jax.report import SECTIONS, SMALL, TRUE_SIZE
 from specter_jax.report.catalogue import CATALOGUE
@@ -297,3 +299,39 @@ def test_a_report_is_written_and_read_again(tmp_path):
         (tmp_path / "x.json").write_text(text)
         with pytest.raises(InvalidRequestError, match=r"x\.json"):
             read_report(tmp_path / "x.json")
+
+
+def test_the_command_draws_an_earlier_report_with_new_results(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(session, "ENVIRONMENT", {})
+    report = made_up_report(SMALL)
+    for section in set(SECTIONS) - {"depth"}:
+        report["records"][section] = []
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(json.dumps(report))
+    (tmp_path / "results").mkdir()
+    content = {"meta": {"gpu": "G9"}, "cells": [cell(policy="lru", depth=0)]}
+    (tmp_path / "results" / "run.json").write_text(json.dumps(content))
+    out = tmp_path / "out"
+    options = ["--redraw", str(earlier), "--results", str(tmp_path / "results")]
+    assert main(["report", "--out", str(out), *options]) == 0
+    assert capsys.readouterr().out.strip() == str(out / "index.html")
+    records = json.loads((out / "report.json").read_text())["records"]
+    assert [record["setting"] for record in records["end_to_end"]] == [TRUE_SIZE]
+    assert "True size, G9" in (out / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--models", "/nowhere"], "/nowhere: no such directory"),
+        (["--redraw", "x.json", "--quick"], "--redraw measures nothing"),
+        (["--out", "/dev/null/x"], "not a directory"),
+        (["--redraw", "/nowhere.json"], "No such file"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(tmp_path, capsys, monkeypatch, options, message):
+    monkeypatch.setattr(session, "ENVIRONMENT", {})
+    assert main(["report", "--out", str(tmp_path), *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -15,9 +15,7 @@ DEFAULT_RESULTS = ROOT / "scripts" / "bench" / "results"
 
 def run(options: argparse.Namespace) -> None:
     """Measure, draw and write; raises SpecterError or OSError."""
-    models = options.models or [_default(DEFAULT_MODEL, "--models")]
-    for model in models:
-        check_model(model)
+    models = _models(options)
     results = options.results
     if options.gpu and results is None:
         results = _default(DEFAULT_RESULTS, "--results")
@@ -31,6 +29,20 @@ def run(options: argparse.Namespace) -> None:
     report = _report(options, models)
     _add_true_size(report, options, results)
     print(write_report(report, options.out))
+
+
+def _models(options: argparse.Namespace) -> list[str]:
+    """The directories to measure, none if an earlier report is drawn again."""
+    if options.redraw is not None:
+        if options.models or options.datasets or options.quick:
+            raise InvalidRequestError(
+                "--redraw measures nothing: it goes without --models, --datasets and --quick"
+            )
+        return []
+    models = options.models or [_default(DEFAULT_MODEL, "--models")]
+    for model in models:
+        check_model(model)
+    return models
 
 
 def _report(options: argparse.Namespace, models: list[str]) -> dict[str, Any]:
