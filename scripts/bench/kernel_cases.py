@@ -10,6 +10,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.int4 import BUCKET_FRACTIONS
+from pallas_kernels.nested import REMAINDERS, NestedLayout
+
 GROUP = 128
 SEED = 0
 
@@ -72,6 +75,85 @@ def random_slots(shape: Shape, num_slots: int) -> jax.Array:
         return values * jnp.bfloat16(shape.hidden**-0.5)
 
     return jax.lax.map(one, jax.random.split(jax.random.key(SEED), num_slots))
+
+
+def _bits(values: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(values, jnp.uint16).astype(jnp.int32)
+
+
+def _packed(values: jax.Array, bits: int) -> jax.Array:
+    """int32 values of `bits` bits, several to an int32 word, along the last axis."""
+    groups = values.reshape(*values.shape[:-1], -1, 32 // bits)
+    return (groups << (bits * jnp.arange(32 // bits))).sum(-1, dtype=jnp.int32)
+
+
+def nested_matrix(weights: jax.Array) -> tuple[jax.Array, ...]:
+    """Nested form of normal bf16 `[out, in]`, none of whose groups is all zero.
+
+    Returns codes int32 [out, in / 8], scales bf16 [out, in / GROUP], remainders int32 [out, in]
+    and escapes bool [out, in].
+    """
+    magnitudes = _bits(weights) & 0x7FFF
+    groups = magnitudes.reshape(weights.shape[0], -1, GROUP)
+    largest = groups.max(-1).astype(jnp.uint16)
+    scales = jax.lax.bitcast_convert_type(largest, jnp.bfloat16)
+    edges = scales.astype(jnp.float32)[..., None] * jnp.asarray(BUCKET_FRACTIONS)
+    edges = _bits(edges.astype(jnp.bfloat16))
+    buckets = sum((groups >= edges[..., b, None]).astype(jnp.int32) for b in range(1, 8))
+    bases = edges.at[..., 0].set(jnp.maximum(edges[..., 1] - REMAINDERS, 0))
+    own = sum(jnp.where(buckets == b, bases[..., b, None], 0) for b in range(8))
+    remainders = (groups - own).reshape(weights.shape)
+    escapes = remainders < 0
+    remainders = jnp.where(escapes, magnitudes & 0xFF, remainders)
+    codes = buckets.reshape(weights.shape) | (_bits(weights) >> 15) << 3
+    return _packed(codes, 4), scales, remainders, escapes
+
+
+def nested_experts(shape: Shape, plain: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Slots of nested words, expert by expert in `plain`'s order, and the draft's arrays.
+
+    plain: bf16 [num_experts, 3 * inner * hidden]. Made on the device: the host's codec would take
+    minutes. The words' capacity is that of the expert with the most escapes.
+    """
+    hidden, inner = shape.hidden, shape.inner
+    split = 2 * inner * hidden
+
+    def matrices(packed):
+        gate_up = nested_matrix(packed[:split].reshape(2 * inner, hidden))
+        return gate_up, nested_matrix(packed[split:].reshape(hidden, inner))
+
+    def count(packed):
+        return sum(part[3].sum(dtype=jnp.int32) for part in matrices(packed))
+
+    most = int(jax.jit(lambda all_: jax.lax.map(count, all_))(plain).max())
+    layout = NestedLayout(hidden, inner, -(-most // 128) * 128)
+
+    def words_of(packed):
+        gate_up, down = matrices(packed)
+        rows = jnp.concatenate([part[3].sum(1, dtype=jnp.int32) for part in (gate_up, down)])
+        starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(rows, dtype=jnp.int32)])
+        starts = jnp.pad(starts, (0, layout.positions - layout.row_starts - starts.size))
+        escapes = jnp.concatenate([part[3].reshape(-1) for part in (gate_up, down)])
+        places = jnp.nonzero(escapes, size=layout.capacity, fill_value=packed.size)[0]
+        positions = jnp.where(places < split, places % hidden, (places - split) % inner)
+        positions = jnp.where(places < packed.size, positions, 0).astype(jnp.int32)
+        highs = (_bits(packed) & 0x7FFF).at[places].get(mode="fill", fill_value=0) >> 8
+        remainders = [_packed(part[2], 8).reshape(-1) for part in (gate_up, down)]
+        parts = [*remainders, starts, _packed(positions, 16), _packed(highs, 8)]
+        return jnp.concatenate(parts), gate_up[:2], down[:2]
+
+    words, gate_up, down = jax.jit(lambda all_: jax.lax.map(words_of, all_))(plain)
+    return words, {
+        "gate_up_codes": gate_up[0],
+        "gate_up_scales": gate_up[1],
+        "down_codes": down[0],
+        "down_scales": down[1],
+    }
+
+
+def nested_bytes(shape: Shape, words: jax.Array) -> int:
+    """What the nested kernel reads of an expert: its words, and the draft's codes and scales."""
+    return 4 * words.shape[1] + shape.packed_expert_bytes
 
 
 def random_choices(shape: Shape, num_rows: int, seed: int = SEED) -> tuple[jax.Array, jax.Array]:

@@ -22,6 +22,7 @@ from pallas_kernels.draft_experts.api import draft_experts
 from pallas_kernels.draft_experts.arithmetic import pack_tables
 from pallas_kernels.expert_ffn import config as ffn_config
 from pallas_kernels.expert_ffn.api import expert_ffn
+from pallas_kernels.nested_ffn.api import nested_ffn
 from pallas_kernels.tuning import tuned_fields
 
 DRAFT_ROWS = (1, 4, 32)
@@ -63,6 +64,12 @@ def ffn_inputs(shape: cases.Shape, num_rows: int):
 def all_rows(x, experts, weights, slots, slot_row):
     return expert_ffn(
         x, experts, weights, slots, slot_row, None, jnp.bfloat16, implementation="pallas"
+    )
+
+
+def nested_rows(x, experts, weights, words, slot_row, draft):
+    return nested_ffn(
+        x, experts, weights, words, slot_row, draft, None, jnp.bfloat16, implementation="pallas"
     )
 
 
@@ -130,6 +137,14 @@ def main() -> None:
             call = functools.partial(run, x, experts, weights, slots, slot_row)
             num_bytes = len(set(experts.reshape(-1).tolist())) * shape.expert_elements * 2
             add("ffn", shape, rows, cases.seconds_per_call(call, 20), num_bytes)
+        words, draft = cases.nested_experts(shape, slots)
+        run = jax.jit(nested_rows)
+        for rows in FFN_ROWS:
+            x, experts, weights = ffn_inputs(shape, rows)
+            call = functools.partial(run, x, experts, weights, words, slot_row, draft)
+            num_bytes = len(set(experts.reshape(-1).tolist())) * cases.nested_bytes(shape, words)
+            add("ffn nested", shape, rows, cases.seconds_per_call(call, 20), num_bytes)
+        del words, draft
         x, experts, weights = ffn_inputs(shape, COMPARED_ROWS)
         num_bytes = len(set(experts.reshape(-1).tolist())) * shape.expert_elements * 2
         call = functools.partial(jax.jit(token_wise), x, experts, weights, slots, slot_row)

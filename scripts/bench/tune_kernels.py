@@ -1,6 +1,6 @@
 """Times block shapes of the kernels on this GPU and prints the best of each shape.
 
-PYTHONPATH=. python scripts/bench/tune_kernels.py --out results.json [--ops draft,ffn]
+PYTHONPATH=. python scripts/bench/tune_kernels.py --out results.json [--ops draft,ffn,nested]
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import functools
 import json
 import tempfile
 import time
@@ -24,6 +25,9 @@ from pallas_kernels.draft_experts.pallas_triton import draft_experts
 from pallas_kernels.expert_ffn import config as ffn_config
 from pallas_kernels.expert_ffn.config import ExpertFFNConfig
 from pallas_kernels.expert_ffn.pallas_triton import expert_ffn
+from pallas_kernels.nested_ffn import config as nested_config
+from pallas_kernels.nested_ffn.config import NestedFFNConfig
+from pallas_kernels.nested_ffn.pallas_triton import nested_ffn
 from pallas_kernels.tuning import device_file_name
 
 FFN_ROWS = 9
@@ -58,6 +62,13 @@ def ffn_variants() -> list[ExpertFFNConfig]:
     return [
         ExpertFFNConfig(block_out=64, block_in=64, num_stages=6),
         ExpertFFNConfig(block_out=64, block_in=128, num_stages=3),
+    ]
+
+
+def nested_variants() -> list[NestedFFNConfig]:
+    return [
+        NestedFFNConfig(escapes=escapes, num_stages=stages)
+        for escapes, stages in ((4, 3), (4, 4), (3, 3), (2, 3))
     ]
 
 
@@ -140,10 +151,28 @@ def time_ffn(shape: cases.Shape, slots, slot_row, config: ExpertFFNConfig) -> di
     }
 
 
+def time_nested(shape: cases.Shape, words, draft, slot_row, config: NestedFFNConfig) -> dict:
+    experts, weights = cases.random_choices(shape, FFN_ROWS)
+    x = jax.random.normal(jax.random.key(1), (FFN_ROWS, shape.hidden), jnp.bfloat16)
+
+    @jax.jit
+    def run(x, experts, words, slot_row, draft):
+        return nested_ffn(
+            x, experts, weights, words, slot_row, draft, compute_dtype=jnp.bfloat16, config=config
+        )
+
+    call = functools.partial(run, x, experts, words, slot_row, draft)
+    return {
+        "us": cases.seconds_per_call(call, 20) * 1e6,
+        "experts": len(set(experts.reshape(-1).tolist())),
+        "kernels_us": kernel_times(call),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--ops", default="draft,ffn")
+    parser.add_argument("--ops", default="draft,ffn,nested")
     parser.add_argument("--shapes", default="")
     parser.add_argument("--write", action="store_true", help="replace the tuned tables")
     arguments = parser.parse_args()
@@ -175,7 +204,7 @@ def main() -> None:
                 figures = time_draft(shape, layer, config)
                 add("draft", shape, config, shape.top_k * shape.packed_expert_bytes, figures)
             del layer
-        if "ffn" in arguments.ops:
+        if "ffn" in arguments.ops.split(","):
             slots = jax.jit(cases.random_slots, static_argnums=(0, 1))(shape, shape.num_experts)
             slot_row = jnp.arange(shape.num_experts, dtype=jnp.int32)
             for config in ffn_variants():
@@ -183,8 +212,21 @@ def main() -> None:
                 num_bytes = figures["experts"] * shape.expert_elements * 2
                 add("ffn", shape, config, num_bytes, figures)
             del slots
+        if "nested" in arguments.ops:
+            slots = jax.jit(cases.random_slots, static_argnums=(0, 1))(shape, shape.num_experts)
+            words, draft = cases.nested_experts(shape, slots)
+            slot_row = jnp.arange(shape.num_experts, dtype=jnp.int32)
+            for config in nested_variants():
+                figures = time_nested(shape, words, draft, slot_row, config)
+                num_bytes = figures["experts"] * cases.nested_bytes(shape, words)
+                add("nested", shape, config, num_bytes, figures)
+            del slots, words, draft
     if arguments.write:
-        for op, module in (("draft", draft_config), ("ffn", ffn_config)):
+        for op, module in (
+            ("draft", draft_config),
+            ("ffn", ffn_config),
+            ("nested", nested_config),
+        ):
             table = {tuple(key[1:]): configs for key, configs in timed.items() if key[0] == op}
             if table:
                 write_table(module.TUNED_FOLDER, device, table)

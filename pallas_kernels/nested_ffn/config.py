@@ -1,0 +1,69 @@
+"""Block shapes of the nested expert FFN kernels: fields, defaults, what is supported."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from pallas_kernels.tuning import tuned_fields
+
+TUNED_FOLDER = Path(__file__).parent
+LEAST_BLOCK = 16  # the matrix unit's step along the inputs
+ROW_STEP = 8  # rows that escapes are applied to at once
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NestedFFNConfig:
+    """Work of one program: a tile of weights times a block of rows.
+
+    block_rows: a power of two times `ROW_STEP`; below 16 the matrix unit takes another instruction,
+    which may round otherwise. block_out: outputs of a tile; a program has two tiles. block_in:
+    inputs decoded at once, a power of two. escapes: most escapes of a weight row that one step
+    corrects. A row's bits must not depend on how many rows there are: only `block_rows` may.
+    """
+
+    block_rows: int = 16
+    block_out: int = 64
+    block_in: int = 128
+    escapes: int = 4
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def unsupported_reason(hidden: int, inner: int, dtype_name: str) -> str | None:
+    """Why the kernels cannot run these sizes, or None. dtype_name: type of the products."""
+    for name, value in (("hidden size", hidden), ("expert inner size", inner)):
+        if value % LEAST_BLOCK:
+            return f"{name} must be a multiple of {LEAST_BLOCK}, got {value}"
+    if dtype_name not in ("bfloat16", "float16", "float32"):
+        return f"products must be bfloat16, float16 or float32, got {dtype_name}"
+    return None
+
+
+def config_for(
+    hidden: int,
+    inner: int,
+    dtype_name: str,
+    device_kind: str,
+    *,
+    num_choices: int,
+    num_experts: int,
+) -> NestedFFNConfig:
+    """Tuned config of a shape on a device, or one that is sure to fit the shape.
+
+    num_choices: rows times experts per row. Blocks of rows hold an expert's average share of them
+    with room to spare: each further block of an expert decodes its weights again.
+    """
+    common = (hidden | inner) & -(hidden | inner)  # largest power of two that divides both
+    fields = {
+        "block_out": min(64, inner & -inner, (hidden & -hidden) // 2),
+        "block_in": min(128, common),
+    }
+    if dtype_name == "float32":
+        # Tiles of float32 are twice as large, and such products keep both operands in registers.
+        fields |= {"block_in": min(64, common), "num_stages": 2}
+    else:
+        fields |= tuned_fields(TUNED_FOLDER, device_kind, hidden=hidden, inner=inner)
+    share = num_choices / num_experts
+    fields["block_rows"] = 16 if share <= 12 else 32 if share <= 24 else 64
+    return NestedFFNConfig(**fields)
