@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import sys
 from typing import TYPE_CHECKING
 
 from specter_jax.cli.session import (
@@ -30,7 +31,7 @@ def run(options: argparse.Namespace) -> None:
     check_model(options.model)
     check_output("--record", options.record)
     calibration = load_calibration(options.calibration or DEFAULT_CALIBRATION)
-    if options.record is None:
+    if options.record is None and "jax" not in sys.modules:
         # Nothing here needs a GPU, and a JAX that finds one takes memory on it.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     prepare_environment()

@@ -1,4 +1,4 @@
-"""Graphics cards to plan for, by the figures of their makers' data sheets.
+"""Graphics cards to plan for, by the figures of their maker's documents, as others quote them.
 
 The link is the nominal rate of PCIe in one direction: 32 GB/s for 16 lanes of generation 4, 64 GB/s
 for generation 5 (before encoding and protocol). Of all nominal figures the planner takes what the

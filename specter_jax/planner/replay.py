@@ -64,7 +64,7 @@ def replay(
     pool = TimedPool(
         device,
         store=Store(layers, experts, round(timing.model.expert)),
-        device=jax.devices("cpu")[0],
+        device=jax.devices()[0],
         num_slots=min(num_slots, layers * experts),
         max_in_flight=max_in_flight,
         eviction=make_eviction(spec, num_layers=layers, num_experts=experts),
