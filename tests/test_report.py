@@ -16,7 +16,8 @@ from specter_jax.report.evaluation import add_results
 from specter_jax.report.measure_timeline import median_iteration
 from specter_jax.report.page import draw_all, render_page
 from specter_jax.report.prompts import BUILT_IN, mixed, read_tasks, spread
-from specter_jax.report.results import read_results, records_of
+from specter_jax.report.result_records import records_of
+from specter_jax.report.results import read_results
 from specter_jax.report.routing import (
     Iteration,
     batched_distinct,
@@ -27,6 +28,7 @@ from specter_jax.report.routing import (
 )
 from specter_jax.report.settings import FULL
 from specter_jax.report.storage import read_report, write_report
+from specter_jax.report.style import places
 from specter_jax.report.traces import iterations, trace_records
 from specter_jax.trace import Trace
 
@@ -178,9 +180,13 @@ def test_a_gpu_run_becomes_records():
     (depth,) = records["depth"]
     assert [point["depth"] for point in depth["points"]] == [4, 8]
     assert depth["auto"] == {"depth": 8, "tpot_ms": 5.0}
-    assert [record["system"] for record in records["end_to_end"]].count("transformers") == 1
     assert {record["batch"] for record in records["batch"]} == {1, 4}
-    assert [record["resident"] for record in records["hit_rate"]] == [0.4] * 3
+    # At the depth that most policies share, which is not auto's.
+    assert {record["depth"] for record in records["hit_rate"]} == {4}
+    assert records["hit_rate"][0]["resident"] == 0.4
+    times = {record["system"]: record["tpot_ms"] for record in records["end_to_end"]}
+    # Specter's own depth is auto.
+    assert times == {"specter": 5.0, "transformers": 200.0}
     assert records["verification"][0]["layer_ms"] == 0.1
     assert len(records["verification"]) == 1
     assert records["prefill"][0]["prefill_ms"] == 80.0
@@ -200,6 +206,23 @@ def test_a_later_file_replaces_the_same_cells(tmp_path):
         read_results(tmp_path)
 
 
+def test_formats_of_experts_stay_apart(tmp_path):
+    cells = [
+        cell(policy="lookahead", depth=8, expert_format="plain", plain={"tpot_ms": 20.0}),
+        cell(policy="lookahead", depth=8, expert_format="nested", stats={"tpot_ms": 3.0}),
+    ]
+    records = records_of({"cells": cells})
+    names = [record["system"] for record in records["end_to_end"]]
+    assert names == ["specter, plain", "specter, nested"]
+    assert [record["budget"] for record in records["hit_rate"]] == [
+        "16 GiB, plain",
+        "16 GiB, nested",
+    ]
+    (depth,) = records["depth"]
+    assert [point["tpot_ms"] for point in depth["points"]] == [20.0, 5.0]
+    assert places(names) == {"specter, plain": 0, "specter, nested": 1}
+
+
 def test_predictions_meet_the_cells_they_are_for(tmp_path):
     plan = {
         "kind": "predicted",
@@ -217,10 +240,15 @@ def test_predictions_meet_the_cells_they_are_for(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({"cells": cells}))
     metas, records = read_results(tmp_path)
     assert [meta["file"] for meta in metas] == ["run.json"]
+    assert {record["depth"] for record in records["planner"]} == {8, 0}
     pairs = [
         (r["system"], r["predicted_tpot_ms"], r["measured_tpot_ms"]) for r in records["planner"]
     ]
     assert pairs == [("specter", 4.5, 5.0), ("lru", 6.0, 5.0)]
+    row = {"model": "big", "policy": "lru", "predicted_tpot_ms": 1.0, "measured_tpot_ms": 2.0}
+    (tmp_path / "rows.json").write_text(json.dumps({"planner": [row]}))
+    (pair,) = read_results(tmp_path)[1]["planner"]
+    assert (pair["system"], pair["predicted_tpot_ms"]) == ("lru", 1.0)
 
 
 def test_every_section_has_its_figure():

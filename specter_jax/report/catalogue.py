@@ -114,7 +114,8 @@ CATALOGUE = (
         "Figure 14",
         "Time per token end to end",
         "One sequence at a time. Systems are configurations of this runtime with the same kernels, "
-        "see the table of systems; only transformers is its own library.",
+        "see the table of systems; only transformers is its own library. Where a system was not "
+        "run at its own depth, its fastest fixed depth stands for it.",
         draw_end_to_end,
     ),
     Entry(

@@ -75,7 +75,10 @@ def measure(
     return {
         "schema": SCHEMA,
         "meta": meta,
-        "settings": dataclasses.asdict(settings),
+        "settings": {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in dataclasses.asdict(settings).items()
+        },
         "tasks": [{"task": task.name, "prompts": len(task.prompts)} for task in tasks],
         "models": descriptions,
         "results": [],

@@ -58,6 +58,7 @@ def draw_end_to_end(records: Records) -> Panel | None:
                 "budget": record["budget"],
                 "dataset": record["dataset"],
                 "system": record["system"],
+                "depth": record.get("depth"),
                 "TPOT, ms": record["tpot_ms"],
                 "hit rate": (record.get("stats") or {}).get("hit_rate"),
                 "acceptance": (record.get("stats") or {}).get("acceptance_rate"),
@@ -67,9 +68,13 @@ def draw_end_to_end(records: Records) -> Panel | None:
     )
 
 
-def _order(system: str) -> tuple[int, str]:
+def _is_ours(system: str) -> bool:
+    return system.partition(",")[0] == "specter"
+
+
+def _order(system: str) -> tuple[bool, str]:
     """Ours last."""
-    return (system == "specter", system)
+    return _is_ours(system), system
 
 
 def _end_to_end_bars(axes: Any, records: Records, where: dict[str, int]) -> None:
@@ -108,10 +113,13 @@ def _end_to_end_sentence(records: Records) -> str:
     ranked = sorted(means, key=means.get)
     shown = listed([f"{name} {means[name]:.2f} ms" for name in ranked])
     text = f"Geometric mean over the {len(common)} cells that all systems ran in: {shown}"
-    if "specter" in means and len(means) > 1:
-        rival = min((name for name in means if name != "specter"), key=means.get)
-        text += f"; specter takes {means['specter'] / means[rival]:.2f} times as long as {rival}"
-        text += ", the best of the others"
+    ours = [name for name in ranked if _is_ours(name)]
+    rivals = [name for name in ranked if not _is_ours(name)]
+    if ours and rivals:
+        ratio = means[ours[0]] / means[rivals[0]]
+        text += (
+            f"; {ours[0]} takes {ratio:.2f} times as long as {rivals[0]}, the best of the others"
+        )
     return f"{text}."
 
 

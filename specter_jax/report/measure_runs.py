@@ -138,6 +138,7 @@ def measure_systems(
                     "dataset": task.name,
                     "system": system.name,
                     "batch": 1,
+                    "depth": system.depth,
                     **budget_fields(model, share),
                     "tpot_ms": stats.tpot_ms,
                     "stats": stats.to_dict(),

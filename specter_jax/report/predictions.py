@@ -1,16 +1,17 @@
 """Pairs of predicted and measured time per token, for cells that were both.
 
-Predictions are what `specter plan MODEL --json` prints, kept as a file beside the measurements; or
-a measured cell's own `predicted_tpot_ms`.
+Predictions are the "planner" rows of `scripts/bench/validate_planner.py`, or what `specter plan
+MODEL --json` prints, kept as a file beside the measurements, or a cell's own `predicted_tpot_ms`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
 from specter_jax.report import TRUE_SIZE
+from specter_jax.report.result_records import system_name
 from specter_jax.systems import SYSTEMS
 
 Cell = Mapping[str, Any]
@@ -22,13 +23,16 @@ def is_prediction(content: Mapping[str, Any]) -> bool:
     return content.get("kind") == "predicted"
 
 
-def prediction_records(plans: Iterable[Cell], cells: Iterable[Cell]) -> list[dict[str, Any]]:
+def prediction_records(files: Sequence[Cell], cells: Iterable[Cell]) -> list[dict[str, Any]]:
     """One record for every measured cell of batch 1 that a prediction exists for.
 
-    plans: as `specter_jax.planner.predict.Prediction.to_dict` returns them. cells: of `h200.py`.
+    files: contents of files, of which those with predictions count. cells: of `h200.py`.
     """
+    rows = [row for file in files for row in file.get("planner") or []]
+    if rows:
+        return [_record(row, row["predicted_tpot_ms"], row["measured_tpot_ms"]) for row in rows]
     predicted = {}
-    for plan in plans:
+    for plan in filter(is_prediction, files):
         model = PurePath(str(plan["model"])).name
         for cell in plan["cells"]:
             key = _key(model, cell["gpu_memory_bytes"], plan, cell["depth"], plan["policy"])
@@ -51,7 +55,7 @@ def _record(cell: Cell, predicted: float, measured: float) -> dict[str, Any]:
         "setting": TRUE_SIZE,
         "budget": "all on the GPU" if budget is None else f"{budget:g} GiB",
         "expert_format": cell.get("expert_format"),
-        "system": str(cell.get("system") or cell.get("policy")),
+        "system": system_name(cell),
         "depth": cell.get("depth"),
         "dataset": str(cell.get("dataset") or "mixed"),
         "predicted_tpot_ms": predicted,

@@ -137,11 +137,21 @@ def bar_style(place: int) -> dict[str, Any]:
 
 
 def places(names: Iterable[str]) -> dict[str, int]:
-    """A place for each name: the fixed one if it has one, else the next that is free."""
+    """A place for each name: the fixed one of its first word if no other has it, else a free one.
+
+    "specter, nested" takes the place of "specter".
+    """
     names = list(dict.fromkeys(names))
-    taken = {name: PLACES[name] for name in names if name in PLACES}
-    free = (place for place in range(1000) if place not in taken.values())
-    return {name: taken[name] if name in taken else next(free) for name in names}
+    found: dict[str, int] = {}
+    for name in names:
+        place = PLACES.get(name.partition(",")[0])
+        if place is not None and place not in found.values():
+            found[name] = place
+    free = (place for place in range(1000) if place not in found.values())
+    for name in names:
+        if name not in found:
+            found[name] = next(free)
+    return {name: found[name] for name in names}
 
 
 def even_ticks(axes: Axes, values: Sequence[Any], label: str) -> None:

@@ -1,0 +1,244 @@
+"""Records of the report from the cells, prefills and kernels of a run on a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from specter_jax.report import TRUE_SIZE
+from specter_jax.report.measure_experts import EXPERT_WISE, FUSED_INT4, TOKEN_WISE
+from specter_jax.report.measure_runs import HIT_RATE_POLICIES, most_used, use_shares
+from specter_jax.report.measure_timeline import median_iteration
+from specter_jax.systems import SYSTEMS
+
+Record = dict[str, Any]
+Records = dict[str, list[Record]]
+
+AUTO = "auto"
+DEFAULT_SYSTEM = "specter"
+PLACE = ("model", "budget", "expert_format", "dataset")
+"""What two cells must share to be compared."""
+KERNELS = {
+    "ffn": EXPERT_WISE,
+    "ffn nested": f"{EXPERT_WISE}, nested weights",
+    "ffn token-wise": TOKEN_WISE,
+    "ffn ragged_dot": "ragged_dot",
+}
+DRAFT_KERNELS = {"draft": FUSED_INT4}
+
+
+def records_of(content: Mapping[str, Any]) -> Records:
+    """Records of one file by section, those without any left out."""
+    cells = [cell for cell in content.get("cells") or [] if isinstance(cell.get("stats"), dict)]
+    kernels = content.get("kernels") or []
+    single = [cell for cell in cells if batch_of(cell) == 1]
+    records = {
+        "depth": list(_depth_records([cell for cell in single if not cell.get("baseline")])),
+        "timeline": list(_timelines(content.get("timelines") or [])),
+        "prefill": _by_format(_prefill_records(content.get("prefill") or []), "system"),
+        "draft": list(_draft_records(kernels)),
+        "verification": list(_verification_records(kernels)),
+        "end_to_end": _by_format(_end_to_end(single), "system"),
+        "batch": _by_format(_batch_records(cells), "system"),
+        "hit_rate": _by_format(
+            _hit_rates([cell for cell in single if not cell.get("baseline")]), "budget"
+        ),
+    }
+    return {section: found for section, found in records.items() if found}
+
+
+def _common(source: Mapping[str, Any]) -> Record:
+    budget = source.get("budget_gib")
+    shown = source.get("budget") or ("all on the GPU" if budget is None else f"{budget:g} GiB")
+    record = {"model": str(source.get("model", "?")), "setting": TRUE_SIZE, "budget": shown}
+    if source.get("expert_format"):
+        record["expert_format"] = source["expert_format"]
+    return record
+
+
+def batch_of(cell: Mapping[str, Any]) -> int:
+    """Sequences decoded together."""
+    return int(cell.get("batch") or 1)
+
+
+def _dataset(cell: Mapping[str, Any]) -> str:
+    return str(cell.get("dataset") or "mixed")
+
+
+def _by_format(records: Iterable[Record], field: str) -> list[Record]:
+    """The records; where formats of the experts differ, `field` names the format as well."""
+    records = list(records)
+    if len({record.get("expert_format") for record in records}) < 2:
+        return records
+    return [
+        record | {field: f"{record[field]}, {record['expert_format']}"}
+        if record.get("expert_format")
+        else record
+        for record in records
+    ]
+
+
+def system_name(cell: Mapping[str, Any]) -> str:
+    """The system a cell stands for: its own word, the one of its policy, or the policy itself."""
+    if cell.get("system"):
+        return str(cell["system"])
+    names = [name for name, one in SYSTEMS.items() if one.policy == cell.get("policy")]
+    return names[0] if names else str(cell.get("policy") or "?")
+
+
+def _end_to_end(cells: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
+    """One record for each place and system: at the system's own depth, else at the fastest."""
+    best: dict[str, tuple[tuple[bool, float], Record]] = {}
+    for cell in cells:
+        if cell["stats"].get("tpot_ms") is None:
+            continue
+        record = {
+            **_common(cell),
+            "dataset": _dataset(cell),
+            "system": system_name(cell),
+            "batch": 1,
+            "baseline": bool(cell.get("baseline")),
+            "depth": cell.get("depth"),
+            "tpot_ms": cell["stats"]["tpot_ms"],
+            "floor_ms": (cell.get("floor_ms") or {}).get("tpot_ms"),
+            "stats": cell["stats"],
+        }
+        system = SYSTEMS.get(record["system"])
+        rank = (system is not None and system.depth != record["depth"], record["tpot_ms"])
+        key = json.dumps([record.get(name) for name in (*PLACE, "system")])
+        if key not in best or rank < best[key][0]:
+            best[key] = rank, record
+    return [record for _, record in best.values()]
+
+
+def _depth_records(cells: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
+    """Cells of one place under `lookahead` at two or more depths, plain decoding among them."""
+    groups: dict[str, tuple[Record, dict[str, Mapping[str, Any]]]] = {}
+    for cell in cells:
+        policy = cell.get("policy") or SYSTEMS[DEFAULT_SYSTEM].policy
+        ours = policy == "lookahead" and cell.get("system") in (None, DEFAULT_SYSTEM)
+        if not ours or cell["stats"].get("tpot_ms") is None:
+            continue
+        common = {**_common(cell), "policy": policy, "dataset": _dataset(cell)}
+        by_depth = groups.setdefault(json.dumps(common), (common, {}))[1]
+        by_depth[str(cell.get("depth", AUTO))] = cell["stats"]
+        plain = cell.get("plain")
+        if plain and plain.get("tpot_ms") is not None:
+            by_depth.setdefault("0", plain)
+    for common, by_depth in groups.values():
+        points = [
+            {"depth": int(depth), "tpot_ms": stats["tpot_ms"]}
+            for depth, stats in by_depth.items()
+            if depth.isdigit()
+        ]
+        if len(points) < 2:
+            continue
+        record = {**common, "points": sorted(points, key=lambda point: point["depth"])}
+        if AUTO in by_depth:
+            stats = by_depth[AUTO]
+            depth = most_used(stats.get("depths") or {})
+            record["auto"] = {"depth": depth, "tpot_ms": stats["tpot_ms"]}
+        yield record
+
+
+def _batch_records(cells: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
+    """Cells of a model and system that was run at more than one batch size."""
+    groups: dict[str, list[Record]] = {}
+    for cell in cells:
+        stats = cell["stats"]
+        decode_ms, tokens = stats.get("decode_ms"), stats.get("new_tokens")
+        if not decode_ms or tokens is None:
+            continue
+        record = {
+            **_common(cell),
+            "system": system_name(cell),
+            "batch": batch_of(cell),
+            "depth": cell.get("depth"),
+            "dataset": _dataset(cell),
+            "tpot_ms": stats.get("tpot_ms"),
+            "tokens_per_s": (tokens - stats.get("sequences", batch_of(cell))) / decode_ms * 1e3,
+        }
+        key = json.dumps([record.get(name) for name in (*PLACE, "system", "depth")])
+        groups.setdefault(key, []).append(record)
+    for members in groups.values():
+        if len({record["batch"] for record in members}) > 1:
+            yield from members
+
+
+def _hit_rates(cells: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
+    """Policies of figure 17, each at the depth that most policies share."""
+    cells = [cell for cell in cells if cell.get("policy") in HIT_RATE_POLICIES]
+    depths = Counter(cell.get("depth") for cell in cells if cell.get("depth") != 0)
+    shared = depths.most_common(1)[0][0] if depths else 0
+    for cell in cells:
+        shares = use_shares(cell["stats"])
+        if cell.get("depth") in (0, shared) and shares["hit_rate"] is not None:
+            yield {
+                **_common(cell),
+                "policy": cell["policy"],
+                "depth": cell.get("depth"),
+                "dataset": _dataset(cell),
+                **shares,
+            }
+
+
+def _prefill_records(rows: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
+    for row in rows:
+        stats = row.get("stats") or {}
+        time_ms = _first(row, stats, "prefill_ms", "ttft_ms", "ms")
+        tokens = _first(row, stats, "tokens", "prompt_tokens", "length")
+        if time_ms is not None and tokens is not None:
+            yield {
+                **_common(row),
+                "system": system_name(row),
+                "tokens": int(tokens),
+                "prefill_ms": float(time_ms),
+                "peak_device_bytes": _first(row, stats, "peak_device_bytes", "peak_bytes"),
+            }
+
+
+def _first(row: Mapping[str, Any], stats: Mapping[str, Any], *names: str) -> Any:
+    found = (source[name] for name in names for source in (row, stats) if name in source)
+    return next(found, None)
+
+
+def _verification_records(rows: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
+    for row in rows:
+        order = KERNELS.get(row.get("kernel"))
+        if order is not None and "us" in row and row.get("num_rows"):
+            yield {
+                "model": str(row.get("shape") or row.get("model")),
+                "setting": TRUE_SIZE,
+                "order": order,
+                "positions": int(row["num_rows"]),
+                "layer_ms": row["us"] / 1e3,
+            }
+
+
+def _draft_records(rows: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
+    """Rows that say which format of the draft's experts they timed, as whole steps or as layers."""
+    for row in rows:
+        variant = row.get("format") or DRAFT_KERNELS.get(row.get("kernel"))
+        milliseconds = row["us"] / 1e3 if "us" in row else row.get("ms", row.get("tpot_ms"))
+        if variant is None or milliseconds is None:
+            continue
+        batch = int(row.get("num_rows") or row.get("batch") or 1)
+        yield {
+            "model": str(row.get("shape") or row.get("model")),
+            "setting": TRUE_SIZE,
+            "format": variant,
+            "batch": batch,
+            "scope": row.get("scope", "one MoE layer" if "kernel" in row else "draft step"),
+            "tpot_ms": milliseconds,
+            "tokens_per_s": batch / milliseconds * 1e3,
+        }
+
+
+def _timelines(rows: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
+    for row in rows:
+        events = (row.get("trace") or {}).get("traceEvents")
+        spans = row.get("spans") or (median_iteration(events) if events else None)
+        if spans:
+            yield {**_common(row), "depth": row.get("depth"), "spans": spans}
