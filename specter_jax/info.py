@@ -1,9 +1,12 @@
 """What a model is and what a memory budget buys, without loading any weights."""
 
+import contextlib
+import dataclasses
 import os
 from typing import Any
 
-from specter_jax.checkpoint import open_checkpoint
+from specter_jax.checkpoint import Checkpoint, open_checkpoint
+from specter_jax.errors import BudgetError
 from specter_jax.memory import MemoryLedger, min_slots
 from specter_jax.model import plan
 from specter_jax.sizes import parse_size
@@ -32,9 +35,13 @@ def info(
             and KV.
 
     Returns:
-        A JSON-ready dictionary: architecture, sizes of the parts, and under "budgets" rows of
-        `gpu_memory_bytes`, `expert_slots` and `share` (of all experts), smallest budget first,
-        from one token's experts of one layer up to all experts.
+        A JSON-ready dictionary: architecture, format and sizes of the parts, and under "budgets"
+        rows of `gpu_memory_bytes`, `expert_slots` and `share` (of all experts), smallest budget
+        first, from one token's experts of one layer up to all experts. `bits_per_weight` is what
+        an expert takes on the link and in its slot. Where experts are nested, `escape_share_mean`
+        and `escape_share_max` are the escapes of an expert as a share of its weights, and rows have
+        `plain_expert_slots` and `plain_share` too: what plain experts would come to (None where
+        the budget is too small for them). All of these are None otherwise.
 
     Raises:
         BudgetError: `gpu_memory` is too small.
@@ -43,10 +50,17 @@ def info(
     directory = resolve_checkpoint(path, cache_dir=cache_dir)
     checkpoint = open_checkpoint(directory)
     config = checkpoint.config
+    nested = checkpoint.manifest.expert_format == "nested"
+    plain = dataclasses.replace(
+        checkpoint,
+        manifest=dataclasses.replace(checkpoint.manifest, expert_format="plain", escape_capacity=0),
+    )
 
-    def ledger_of(*, budget: int | None = None, slots: int | None = None) -> MemoryLedger:
+    def ledger_of(
+        *, budget: int | None = None, slots: int | None = None, stored: Checkpoint = checkpoint
+    ) -> MemoryLedger:
         return plan(
-            checkpoint,
+            stored,
             budget=budget,
             expert_slots=slots,
             dtype=dtype,
@@ -64,6 +78,22 @@ def info(
     if gpu_memory is not None:
         size = parse_size(gpu_memory)
         budgets.append((size, ledger_of(budget=size).num_slots))
+
+    def row_of(size: int, slots: int) -> dict[str, Any]:
+        plain_slots = None
+        if nested:
+            # A budget too small for plain experts is an answer here, not an error.
+            with contextlib.suppress(BudgetError):
+                plain_slots = ledger_of(budget=size, stored=plain).num_slots
+        return {
+            "gpu_memory_bytes": size,
+            "expert_slots": slots,
+            "share": slots / total_experts,
+            "plain_expert_slots": plain_slots,
+            "plain_share": None if plain_slots is None else plain_slots / total_experts,
+        }
+
+    mean_escapes, max_escapes = _escape_shares(checkpoint) if nested else (None, None)
     return {
         "path": str(directory),
         "family": config.family,
@@ -77,6 +107,10 @@ def info(
         "max_context": config.max_context,
         "stored_dtype": checkpoint.manifest.dtype,
         "dtype": dtype,
+        "expert_format": checkpoint.manifest.expert_format,
+        "bits_per_weight": 8 * everything.expert_bytes / config.expert_elements,
+        "escape_share_mean": mean_escapes,
+        "escape_share_max": max_escapes,
         "shared_bytes": everything.shared_bytes,
         "draft_bytes": everything.draft_bytes,
         "kv_bytes": everything.kv_bytes,
@@ -84,11 +118,20 @@ def info(
         "workspace_bytes": everything.workspace_bytes,
         "expert_bytes": everything.expert_bytes,
         "all_experts_bytes": total_experts * everything.expert_bytes,
-        "budgets": [
-            {"gpu_memory_bytes": size, "expert_slots": slots, "share": slots / total_experts}
-            for size, slots in sorted(set(budgets))
-        ],
+        "budgets": [row_of(size, slots) for size, slots in sorted(set(budgets))],
     }
+
+
+def _escape_shares(checkpoint: Checkpoint) -> tuple[float, float]:
+    """Escapes of a nested expert as a share of its weights: mean and most."""
+    config, experts = checkpoint.config, checkpoint.open_experts()
+    counts = [
+        experts.num_escapes(layer, expert)
+        for layer in range(config.num_moe_layers)
+        for expert in range(config.num_experts)
+    ]
+    weights = config.expert_elements
+    return sum(counts) / len(counts) / weights, max(counts) / weights
 
 
 def _slot_counts(total: int, least: int) -> list[int]:

@@ -129,9 +129,15 @@ def test_info_tells_what_a_budget_buys(capsys, tiny_directory):
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     assert 0.25 in shares
+    assert fields["expert_format"] == "nested"
+    assert 8.2 < fields["bits_per_weight"] < 9
+    assert 0.01 < fields["escape_share_mean"] < fields["escape_share_max"] < 0.025
+    assert all((row["plain_share"] or 0) <= row["share"] for row in budgets)
+    assert [row["plain_share"] for row in budgets][:: len(budgets) - 1] == [None, 1.0]
     code, out, _ = run(capsys, "info", tiny_directory)
     assert code == 0
     assert "25.0%" in out
+    assert "share if plain" in out
 
 
 GENERATE = ("generate", "{model}")

@@ -37,13 +37,30 @@ def _print_tables(fields: dict[str, Any], marked: int | None) -> None:
     for name, value in fields.items():
         if name in ("path", "budgets"):
             continue
-        parts.add_row(name, format_size(value) if name.endswith("_bytes") else str(value))
+        if value is not None:
+            parts.add_row(name, _shown(name, value))
     console.print(parts)
+    nested = fields["expert_format"] == "nested"
     table = Table(title="What a memory budget buys", title_justify="left")
-    for heading in ("GPU memory", "expert slots", "share of experts"):
+    headings = ("GPU memory", "expert slots", "share of experts")
+    if nested:
+        headings += ("if plain", "share if plain")
+    for heading in headings:
         table.add_column(heading, justify="right")
     for row in fields["budgets"]:
         size = row["gpu_memory_bytes"]
         cells = (format_size(size), f"{row['expert_slots']:,}", f"{row['share']:.1%}")
+        if nested:
+            slots, share = row["plain_expert_slots"], row["plain_share"]
+            cells += ("-", "-") if slots is None else (f"{slots:,}", f"{share:.1%}")
         table.add_row(*cells, style="bold" if size == marked else "")
     console.print(table)
+
+
+def _shown(name: str, value: Any) -> str:
+    """A field for people: sizes and shares with their units."""
+    if name.endswith("_bytes"):
+        return format_size(value)
+    if "_share" in name:
+        return f"{value:.2%}"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
