@@ -44,9 +44,16 @@ def supported(logits: jax.Array) -> bool:
 
 
 def _best(candidates, ids):
-    """Largest candidate and the lowest id that has it."""
-    value = jnp.max(candidates)
-    return value, jnp.min(jnp.where(candidates == value, ids, ids.shape[0] - 1))
+    """Largest candidate and the lowest id that has it.
+
+    Integers that are ordered as the floats are: a warp finds the largest in one instruction.
+    """
+    bits = lax.bitcast_convert_type(candidates, jnp.int32)
+    keys = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    best = jnp.max(keys)
+    expert = jnp.min(jnp.where(keys == best, ids, ids.shape[0] - 1))
+    bits = jnp.where(best < 0, best ^ 0x7FFFFFFF, best)
+    return lax.bitcast_convert_type(bits, jnp.float32), expert
 
 
 def _softmax_choices(logits, ids, num_experts, rule):

@@ -3,7 +3,9 @@
     PYTHONPATH=. python scripts/bench/dense.py --out results.json [--models NAME ...] [--tune]
 
 One program holds a chain of calls, each with weights of its own, more than the L2 cache holds. The
-result of a call is added to the next one's, so that they run one after the other.
+result of a call is added to the next one's, so that they run one after the other. Times are of the
+device, from a profile: the host may take longer to launch such short kernels than they run.
+`--tune --write FILE` tries every block shape and writes the table of the fastest.
 """
 
 from __future__ import annotations
@@ -12,10 +14,13 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
+import gzip
 import json
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +33,8 @@ ROWS = (2, 9, 17)
 TUNED_ROWS = 9
 COPY_BYTES = 160 << 20  # of weights between two uses of the same ones; the L2 cache has 50 MB
 MOST_SETS, LEAST_SETS = 24, 2
+PAUSE_SECONDS = 0.01  # between two programs of a profile
 MOST_CALLS = 64  # of one program: enough that starting it takes no part in the time
-INPUTS = 8  # different x, so that XLA finds no product computed twice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,26 +85,32 @@ def _cases() -> list[Case]:
     return [Case(model, *case) for model, rows in table.items() for case in rows]
 
 
-VECTOR_CHOICES = (
-    {"vector_out": 8, "vector_warps": 4, "vector_ahead": 4, "early_launch": False},
-    {"vector_out": 4, "vector_warps": 2, "vector_ahead": 6},
-    {"vector_out": 8, "vector_warps": 4, "vector_ahead": 4},
-    {"vector_out": 4, "vector_warps": 4, "vector_ahead": 6},
-    {"vector_out": 8, "vector_warps": 8, "vector_ahead": 3},
-    {"vector_out": 16, "vector_warps": 8, "vector_ahead": 2},
+def _shapes(names: tuple[str, ...], *rows: tuple[int, ...]) -> list[dict[str, int]]:
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+VECTOR_CHOICES = _shapes(
+    ("vector_out", "vector_warps", "vector_ahead"),
+    (8, 4, 4),
+    (4, 2, 6),
+    (4, 4, 6),
+    (8, 8, 3),
+    (2, 2, 6),
+    (16, 8, 2),
 )
-ROWS_CHOICES = (
-    {"rows_out": 32, "rows_in": 128, "rows_warps": 2, "rows_stages": 6},
-    {"rows_out": 32, "rows_in": 128, "rows_warps": 4, "rows_stages": 6},
-    {"rows_out": 16, "rows_in": 128, "rows_warps": 2, "rows_stages": 8},
-    {"rows_out": 64, "rows_in": 64, "rows_warps": 4, "rows_stages": 8},
-    {"rows_out": 64, "rows_in": 128, "rows_warps": 4, "rows_stages": 5},
-    {"rows_out": 16, "rows_in": 256, "rows_warps": 2, "rows_stages": 6},
+ROWS_CHOICES = _shapes(
+    ("rows_out", "rows_in", "rows_warps", "rows_stages"),
+    (32, 128, 2, 6),
+    (32, 128, 4, 6),
+    (16, 128, 2, 8),
+    (16, 256, 2, 6),
+    (64, 64, 4, 8),
+    (64, 128, 4, 5),
 )
 
 
 def inputs_of(case: Case, num_rows: int) -> tuple[jax.Array, list[list[Dense]]]:
-    """x [INPUTS, rows, in] and enough sets of weights to exceed the L2 cache."""
+    """x [rows, in] and enough sets of weights to exceed the L2 cache."""
     sets = min(max(-(-COPY_BYTES // case.weight_bytes), LEAST_SETS), MOST_SETS)
 
     def weight(seed: int, outputs: int) -> jax.Array:
@@ -118,9 +129,7 @@ def inputs_of(case: Case, num_rows: int) -> tuple[jax.Array, list[list[Dense]]]:
         ]
         for number in range(sets)
     ]
-    return jax.random.normal(
-        jax.random.key(1), (INPUTS, num_rows, case.inputs), jnp.bfloat16
-    ), weights
+    return jax.random.normal(jax.random.key(1), (num_rows, case.inputs), jnp.bfloat16), weights
 
 
 def chain(compute: Callable, num_calls: int) -> Callable:
@@ -132,10 +141,12 @@ def chain(compute: Callable, num_calls: int) -> Callable:
         return compute(x, [first, *parts[1:]])
 
     def whole(x: jax.Array, sets: list[list[Dense]]) -> list[jax.Array]:
-        outputs = [jnp.zeros((x.shape[1], sets[0][0].outputs), jnp.bfloat16)]
+        outputs = [jnp.zeros((x.shape[0], sets[0][0].outputs), jnp.bfloat16)]
         everything = []
         for number in range(num_calls):
-            outputs = one(x[number // len(sets)], sets[number % len(sets)], outputs[0])
+            # Or XLA would join products of the same x.
+            x, previous = jax.lax.optimization_barrier((x, outputs[0]))
+            outputs = one(x, sets[number % len(sets)], previous)
             everything.append(outputs)
         return everything
 
@@ -149,6 +160,52 @@ def compute_for(kind: str, config: SmallDenseConfig | None) -> Callable:
     return functools.partial(getattr(pallas_triton, kind), config=config)
 
 
+def device_seconds(calls: list[Callable], repeats: int = 3) -> list[float]:
+    """Least time that the device was busy in a call of each function, from one profile."""
+    for call in calls:
+        jax.block_until_ready(call())
+        jax.block_until_ready(call())
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for call in calls:
+                for _ in range(repeats):
+                    jax.block_until_ready(call())
+                    time.sleep(PAUSE_SECONDS)
+        packed = next(Path(folder).rglob("*.trace.json.gz")).read_bytes()
+    trace = json.loads(gzip.decompress(packed))["traceEvents"]
+    threads = {
+        (e["pid"], e["tid"]): e["args"]["name"] for e in trace if e.get("name") == "thread_name"
+    }
+    kernels = sorted(
+        (e["ts"], e["ts"] + e["dur"])
+        for e in trace
+        if e.get("ph") == "X" and "(Compute" in threads.get((e["pid"], e["tid"]), "")
+    )
+    busy: list[float] = []
+    last = float("-inf")
+    for start, end in kernels:
+        if start - last > PAUSE_SECONDS * 0.5e6:
+            busy.append(0.0)
+        # A kernel that was launched early waits for the one before: counted from its end.
+        busy[-1] += max(end - max(start, last), 0.0)
+        last = max(last, end)
+    if len(busy) != repeats * len(calls):
+        raise RuntimeError(f"{len(busy)} groups of kernels in the profile of {len(calls)} calls")
+    return [min(busy[i : i + repeats]) / 1e6 for i in range(0, len(busy), repeats)]
+
+
+def best_fields(entries: list[dict[str, Any]]) -> dict[str, int]:
+    """Config fields of the fastest vector and the fastest rows shape of one case."""
+    fields = {}
+    for kind in ("vector", "rows"):
+        rows = [e for e in entries if e["kind"] == kind and e["num_rows"] in (1, TUNED_ROWS)]
+        rows = [e for e in rows if (kind == "vector") == (e["num_rows"] == 1) and "us" in e]
+        if rows:
+            config = min(rows, key=lambda e: e["us"])["config"]
+            fields |= {name: value for name, value in config.items() if name.startswith(kind)}
+    return fields
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -156,6 +213,7 @@ def main() -> None:
     parser.add_argument(
         "--tune", action="store_true", help="try every block shape, not the table's"
     )
+    parser.add_argument("--write", type=Path, help="table of block shapes to write")
     parser.add_argument("--no-xla", action="store_true", help="without XLA's own products")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after so long")
     args = parser.parse_args()
@@ -164,6 +222,7 @@ def main() -> None:
     bandwidth = cases.copy_bandwidth()["copy"]
     print(device, f"copy {bandwidth / 1e12:.2f} TB/s", flush=True)
     report = {"device": device, "jax": jax.__version__, "bandwidth": bandwidth, "rows": []}
+    table: list[dict[str, Any]] = []
     pool = concurrent.futures.ThreadPoolExecutor(12)
 
     for case in _cases():
@@ -174,7 +233,7 @@ def main() -> None:
             break
         base = config_for(case.inputs, case.lines, "bfloat16", device)
         x, sets = inputs_of(case, max(ROWS))
-        num_calls = min(INPUTS * len(sets), MOST_CALLS)
+        num_calls = min(8 * len(sets), MOST_CALLS)
         runs: list[tuple[str, int, SmallDenseConfig | None]] = []
         if args.tune:
             runs += [("vector", 1, dataclasses.replace(base, **c)) for c in VECTOR_CHOICES]
@@ -191,21 +250,26 @@ def main() -> None:
 
         def build(run, x=x, sets=sets, num_calls=num_calls):
             kind, rows, config = run
-            return chain(compute_for(kind, config), num_calls).lower(x[:, :rows], sets).compile()
+            return chain(compute_for(kind, config), num_calls).lower(x[:rows], sets).compile()
 
         compiled = [pool.submit(build, run) for run in runs]
         concurrent.futures.wait(compiled)  # compiling would take the host's time from launching
+        calls = [
+            functools.partial(future.result(), x[:rows], sets)
+            for (_, rows, _), future in zip(runs, compiled, strict=True)
+            if future.exception() is None
+        ]
+        times = iter(device_seconds(calls))
         for (kind, rows, config), future in zip(runs, compiled, strict=True):
             entry = {"model": case.model, "name": case.name, "kind": kind, "num_rows": rows}
             entry |= {"inputs": case.inputs, "outputs": case.lines, "bytes": case.weight_bytes}
             entry |= {"config": config and dataclasses.asdict(config)}
-            try:
-                call = functools.partial(future.result(), x[:, :rows], sets)
-                seconds = cases.seconds_per_call(call, 10) / num_calls
-            except Exception as error:  # a block shape that does not fit is a result, too
-                print(f"{kind} {case.name}: {str(error).splitlines()[0][:150]}")
-                report["rows"].append(entry | {"error": str(error)[:500]})
+            if future.exception() is not None:  # a shape that does not fit is a result, too
+                message = str(future.exception())
+                print(f"{kind} {case.name}: {message.splitlines()[0][:150]}")
+                report["rows"].append(entry | {"error": message[:500]})
                 continue
+            seconds = next(times) / num_calls
             entry |= {"us": seconds * 1e6, "share": case.weight_bytes / seconds / bandwidth}
             report["rows"].append(entry)
             fields = {} if config is None else dataclasses.asdict(config)
@@ -216,6 +280,12 @@ def main() -> None:
                 flush=True,
             )
         args.out.write_text(json.dumps(report, indent=1))
+        entries = [e for e in report["rows"] if (e["model"], e["name"]) == (case.model, case.name)]
+        if args.tune:
+            match = {"inputs": case.inputs, "outputs": case.lines}
+            table.append({"match": match, "config": best_fields(entries)})
+        if args.write:
+            args.write.write_text(json.dumps(table, indent=1) + "\n")
         del x, sets
 
 
