@@ -33,7 +33,7 @@ SMALLEST = Settings(
     repeats=1,
 )
 TASKS = tuple(Task(name=task.name, prompts=task.prompts[:2]) for task in BUILT_IN[:2])
-# `auto` would compile six depths, guessing the next layer other programs: both are tested elsewhere.
+# `auto` would compile six depths, and guessing the next layer other programs: see other tests.
 SYSTEMS_AT_2 = {name: dataclasses.replace(SYSTEMS[name], depth=2) for name in ("sp-moe", "specter")}
 POLICIES = ("lru", "lru-s", "lookahead")
 

@@ -91,7 +91,7 @@ CATALOGUE = (
         "Formats of the draft's experts",
         "The draft's arithmetic alone, nothing offloaded: routed experts at full precision, in "
         "INT4 written out before they are multiplied, and in INT4 decoded within the product. On a "
-        "CPU plain JAX stands in for the kernels.",
+        "CPU plain JAX stands in for the kernels, and its times say little about a GPU's.",
         draw_draft_formats,
     ),
     Entry(

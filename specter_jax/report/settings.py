@@ -26,7 +26,7 @@ class Settings:
 
     task_prompts: int = 6
     end_to_end_prompts: int = 1
-    mixed_prompts: int = 7
+    mixed_prompts: int = 8
     prompt_tokens: int = 96
     new_tokens: int = 40
     depths: tuple[int, ...] = (1, 2, 4, 8, 16)
