@@ -137,7 +137,7 @@ def _vector_kernel(*refs, tree, num_inputs, spans, keep_normed, config, interpre
         return plgpu.load(ref.at[places], mask=mask, other=None if mask is None else 0.0)
 
     def inputs():
-        """The row's pieces, normalized and rounded, as functions that load what they need."""
+        """The row's pieces, normalized, as functions that load what they need."""
         if norm is None:
             return [lambda s=start: read(x_ref, s).astype(jnp.float32) for start in starts]
         raw = [read(x_ref, start).astype(jnp.float32) for start in starts]
@@ -147,11 +147,10 @@ def _vector_kernel(*refs, tree, num_inputs, spans, keep_normed, config, interpre
             biases = [read(norm.bias, start).astype(jnp.float32) for start in starts]
         masked = [(values, columns(start)[1]) for values, start in zip(raw, starts, strict=True)]
         mean, scale = _mean_and_scale(masked, num_in, norm)
-        # Beyond the row the weights of the norm are zeros, its bias too.
+        # Beyond the row the weights of the norm are zeros, its bias too. The result is not rounded
+        # to x's dtype: that takes slow instructions, and a single row need not match any bits.
         return [
-            lambda v=v, w=w, b=b: (
-                _affine(v, mean, scale, w, b).astype(x_ref.dtype).astype(jnp.float32)
-            )
+            lambda v=v, w=w, b=b: _affine(v, mean, scale, w, b)
             for v, w, b in zip(raw, weights, biases, strict=True)
         ]
 

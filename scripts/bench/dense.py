@@ -96,7 +96,7 @@ VECTOR_CHOICES = _shapes(
     (4, 4, 6),
     (8, 8, 3),
     (2, 2, 6),
-    (16, 8, 2),
+    (8, 4, 1),
 )
 ROWS_CHOICES = _shapes(
     ("rows_out", "rows_in", "rows_warps", "rows_stages"),
