@@ -162,7 +162,7 @@ def draw_diversity(records: Records) -> Panel:
         above[place].errorbar(x, mean, yerr=spans, capsize=3, **style)
         above[place].set_ylim(0, record["experts"])
         above[place].set_title(f"{record['model']}, {record['experts']} experts")
-        image = _draw_distances(below[place], record, largest, fontsize=7 if most < 5 else 6)
+        image = _draw_distances(below[place], record, largest, fontsize=min(7.0, 36 / most))
         for axes in (above[place], below[place]):
             names = [task["task"] for task in tasks]
             axes.set_xticks(x, names, rotation=40, ha="right", fontsize=7)
@@ -171,7 +171,7 @@ def draw_diversity(records: Records) -> Panel:
     return Panel(svg_of(figure), _diversity_sentence(records), _diversity_rows(records))
 
 
-def _draw_distances(axes: Any, record: dict[str, Any], largest: float, fontsize: int) -> Any:
+def _draw_distances(axes: Any, record: dict[str, Any], largest: float, fontsize: float) -> Any:
     distances = np.array(record["distances"])
     names = [task["task"] for task in record["tasks"]]
     axes.grid(False)

@@ -20,7 +20,7 @@ class Settings:
     batches, routing_batches: sequences decoded together, for time and for routing; batch_depth: of
         the former, since `auto` would compile six depths for every batch size.
     prefill_tokens: prompt lengths. draft_batches: of the draft's expert formats.
-    repeats: calls of a program that is timed alone, of which the median counts.
+    repeats: calls of a program that is timed alone, of which the fastest counts.
     dtype: of computation, "float32" or "bfloat16".
     """
 
