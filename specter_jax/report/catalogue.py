@@ -90,9 +90,9 @@ CATALOGUE = (
         "Figure 11",
         "Formats of the draft's experts",
         "The draft's arithmetic alone, nothing offloaded: routed experts at full precision, in "
-        "INT4 written out before they are multiplied, and in INT4 decoded within the product; the fastest "
-        "of several calls. On a CPU plain JAX stands in for the kernels, and its times say little "
-        "about a GPU's.",
+        "INT4 written out before they are multiplied, and in INT4 decoded within the product; the "
+        "fastest of several calls. On a CPU plain JAX stands in for the kernels, and its times say "
+        "little about a GPU's.",
         draw_draft_formats,
     ),
     Entry(

@@ -54,6 +54,7 @@ def describe_model(model: Model, name: str, source: str | os.PathLike[str]) -> d
         "top_k": config.top_k,
         "hidden_size": config.hidden_size,
         "expert_intermediate_size": config.expert_intermediate_size,
+        "expert_format": "nested" if model.pool.store.is_nested else "plain",
         "expert_bytes": model.pool.store.expert_bytes,
         "shared_bytes": model.ledger.shared_bytes,
         "draft_bytes": model.ledger.draft_bytes,
