@@ -68,8 +68,8 @@ SYSTEMS: dict[str, System] = {
             "streamed from host memory; the depth is tuned for the hardware. Attention of a "
             "verification runs on the CPU. Made for throughput at large batches.",
             assumed="Verification streams all experts of each layer, the next layer's behind "
-            "them, and nothing is cached, unless all experts fit. Attention on the GPU. Depth is "
-            "chosen by measurement.",
+            "them, through slots that LRU empties before the next sweep unless nearly all experts "
+            "fit. Attention on the GPU. Depth is chosen by measurement.",
         ),
         System(
             name="sp-moe",

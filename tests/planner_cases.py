@@ -19,9 +19,11 @@ LAYERS, EXPERTS, TOP_K = CONFIG.num_moe_layers, CONFIG.num_experts, CONFIG.top_k
 
 FREE = dataclasses.replace(
     load_calibration(),
-    memory_efficiency=1.0,
-    link_efficiency=1.0,
-    **{field.name: 0.0 for field in dataclasses.fields(Calibration) if field.name.endswith("_us")},
+    **{
+        field.name: 1.0 if field.name.endswith("_efficiency") else 0.0
+        for field in dataclasses.fields(Calibration)
+        if field.name.endswith(("_efficiency", "_us"))
+    },
 )
 """Nothing but bytes takes time."""
 

@@ -53,6 +53,10 @@ def test_every_calibrated_field_says_its_unit_and_source():
         (lambda c: c["fields"].update(extra={"value": 1}), "extra are missing or unknown"),
         (lambda c: c["fields"]["issue_us"].update(value=-1), "issue_us is -1"),
         (lambda c: c["fields"]["issue_us"].update(value=True), "issue_us is True"),
+        (
+            lambda c: c["fields"]["draft_efficiency"].update(value=0),
+            "draft_efficiency is 0",
+        ),
         (lambda c: c.update(fields=3), "boundary_us.* are missing"),
     ],
 )
@@ -70,15 +74,21 @@ def test_a_wrong_calibration_is_refused_by_field(tmp_path, change, message):
 
 def test_times_are_bytes_over_bandwidth_plus_fixed_costs():
     costs = dataclasses.replace(
-        FREE, memory_efficiency=0.5, link_efficiency=0.25, draft_layer_us=100, verify_layer_us=200
+        FREE,
+        memory_efficiency=0.5,
+        link_efficiency=0.25,
+        draft_efficiency=0.8,
+        draft_layer_us=100,
+        verify_efficiency=0.9,
+        verify_layer_us=200,
     )
     model = timing(costs)
     read = MODEL.num_layers * MODEL.layer + MODEL.head
     assert model.draft_step(20) == pytest.approx(
-        (read + 20 * MODEL.draft_expert) / 0.5e12 + MODEL.num_layers * 100e-6
+        (read + 20 * MODEL.draft_expert) / (0.8 * 0.5e12) + MODEL.num_layers * 100e-6
     )
     assert model.verification(45) == pytest.approx(
-        (read + 45 * MODEL.expert_read) / 0.5e12 + MODEL.num_layers * 200e-6
+        (read + 45 * MODEL.expert_read) / (0.9 * 0.5e12) + MODEL.num_layers * 200e-6
     )
     assert model.transfer() == pytest.approx(MODEL.expert / 5e9)
     parts = MODEL.num_layers * model.layer() + model.experts(45) + model.head()

@@ -32,7 +32,9 @@ class Calibration:
     meeting_us: float
     commit_call_us: float
     commit_expert_us: float
+    draft_efficiency: float
     draft_layer_us: float
+    verify_efficiency: float
     verify_layer_us: float
     boundary_us: float
     host_layer_us: float
@@ -43,7 +45,8 @@ def load_calibration(path: str | os.PathLike[str] = DEFAULT_CALIBRATION) -> Cali
     """Reads a calibration.
 
     Raises:
-        InvalidRequestError: a field is missing, unknown, or no finite number of at least 0.
+        InvalidRequestError: a field is missing, unknown, or no finite number of at least 0
+            (above 0 for efficiencies).
         OSError: the file cannot be read.
     """
     path = Path(path)
@@ -62,8 +65,11 @@ def load_calibration(path: str | os.PathLike[str] = DEFAULT_CALIBRATION) -> Cali
     for name, field in fields.items():
         value = field.get("value") if isinstance(field, dict) else None
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value < 0:
-            raise InvalidRequestError(f"{path}: {name} is {value!r}; expected a number, 0 or more")
+        # What is divided by must not be 0.
+        share = name.endswith("_efficiency")
+        if not number or not math.isfinite(value) or value < 0 or (share and value == 0):
+            least = "above 0" if share else "0 or more"
+            raise InvalidRequestError(f"{path}: {name} is {value!r}; expected a number, {least}")
         values[name] = float(value)
     described = {name: str(content.get(name)) for name in ("device", "source")}
     return Calibration(**described, **values)

@@ -1,8 +1,8 @@
 """The timing model: what each piece of work takes, from bytes, bandwidths and fixed costs.
 
-Decoding reads weights and does little else, so a program's time is its bytes over the memory's
-bandwidth, plus a fixed time for every layer (launches, small kernels, bandwidth not reached by
-small matrices). Nothing here knows routing, caches or the order of events; times are seconds.
+Decoding reads weights and does little else, so a program's time is its bytes over the bandwidth
+that it reaches, plus a fixed time for every layer (launches, small kernels). Nothing here knows
+routing, caches or the order of events; times are seconds.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Timing:
         """One step of the draft that reads `num_experts` experts, over all layers."""
         model = self.model
         read = model.num_layers * model.layer + model.head + num_experts * model.draft_expert
-        return read / self.bandwidth + model.num_layers * self.calibration.draft_layer_us * _MICRO
+        fixed = model.num_layers * self.calibration.draft_layer_us * _MICRO
+        return read / (self.bandwidth * self.calibration.draft_efficiency) + fixed
 
     def verification(self, num_experts: int) -> float:
         """The target in one program, with `num_experts` distinct (layer, expert) read."""
@@ -83,15 +84,19 @@ class Timing:
     def layer(self) -> float:
         """One layer of the target but for its routed experts."""
         fixed = self.calibration.verify_layer_us * _MICRO
-        return self.model.layer / self.bandwidth + fixed
+        return self._read(self.model.layer) + fixed
 
     def experts(self, num_experts: int) -> float:
         """Full-precision experts, each read once."""
-        return num_experts * self.model.expert_read / self.bandwidth
+        return self._read(num_experts * self.model.expert_read)
 
     def head(self) -> float:
         """The output matrix."""
-        return self.model.head / self.bandwidth
+        return self._read(self.model.head)
+
+    def _read(self, num_bytes: float) -> float:
+        """What the target's programs need for so many bytes of weights."""
+        return num_bytes / (self.bandwidth * self.calibration.verify_efficiency)
 
     def commit(self, num_experts: int) -> float:
         """Writing arrived experts into slots, by one program: read and written once each."""
