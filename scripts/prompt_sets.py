@@ -75,13 +75,14 @@ def load_quarter(
     max_context: int,
     max_batch: int = 1,
     cache_dir: str | None = None,
+    expert_format: str | None = None,
 ) -> Model:
     """The model, with slots for a quarter of its experts unless `expert_slots` says otherwise."""
     import specter_jax as sj
     from specter_jax.checkpoint import open_checkpoint
     from specter_jax.source import resolve_checkpoint
 
-    path = resolve_checkpoint(model, cache_dir=cache_dir)
+    path = resolve_checkpoint(model, cache_dir=cache_dir, expert_format=expert_format)
     config = open_checkpoint(path).config
     return sj.load(
         path,
