@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import jax.numpy as jnp
+
 from pallas_kernels.early_launch import supports_early_launch
 from pallas_kernels.tuning import tuned_fields
 
@@ -12,8 +14,10 @@ TUNED_FOLDER = Path(__file__).parent
 MOST_TOKENS = 32
 """New tokens per sequence up to which the kernels are used; beyond, reading the cache once for all
 tokens matters more than latency, and XLA's large products do that."""
-FINE_SPLITS = 32
-COARSE_FACTOR = 8
+TIERS = ((1, 16), (2, 24), (4, 48), (16, 1 << 20))
+"""(size in units of `split`, number) of the splits from the first entry on. Short sequences are cut
+finely, so that many programs share them; later splits are larger, so that long sequences leave few
+partial results. Places are fixed, whatever the length."""
 LEAST_DIM = 16  # the matrix unit's step
 MOST_RANK = 512  # a block of latents must fit in shared memory
 MOST_FLOAT32_DIM = 128  # float32 products are unrolled over the whole dimension
@@ -24,20 +28,22 @@ class DecodeAttentionConfig:
     """How the work is cut.
 
     A token's bits must not depend on what is computed with it. `split` (entries that one program
-    reads) and `block` (entries of one step of the online softmax) decide the order of sums, so they
-    are constants of a shape; `rows` (tokens times query heads of a key head, in one program) and
-    `product_rows` (tokens in one program of the projections) are columns of products whose bits do
-    not depend on the number of columns, so they may depend on the number of tokens.
+    reads, see `TIERS`) and `block` (entries of one step of the online softmax) decide the order of
+    sums, so they are constants of a shape; `rows` (tokens times query heads of a key head, in one
+    program) and `product_rows` (tokens in one program of the projections) are columns of products
+    whose bits do not depend on the number of columns, so they may depend on the number of tokens.
+    product_out, value_out: tile of the rank in the mapping of queries, of values in the last one.
     """
 
-    split: int = 128
+    split: int = 64
     block: int = 64
     rows: int = 16
     product_rows: int = 16
     product_out: int = 64
+    value_out: int = 64
     num_warps: int = 4
     num_stages: int = 2
-    combine_splits: int = 8
+    combine_splits: int = 16
     combine_warps: int = 4
     early_launch: bool = False
     """Let the next kernel be launched while this one runs (compute capability 9 on)."""
@@ -51,20 +57,27 @@ class DecodeAttentionConfig:
         return int(self.split_of(capacity - 1)) + 1
 
     def split_of(self, position: int) -> int:
-        """The split that holds an entry; also for traced positions.
-
-        The first `FINE_SPLITS` have `split` entries each, so that short sequences keep many
-        programs busy; later ones are larger, so that long sequences leave few partial results.
-        """
-        limit = FINE_SPLITS * self.split
-        late = (position >= limit) * 1
-        fine = (position * (1 - late) + limit * late) // self.split
-        return fine + (position - limit) * late // (COARSE_FACTOR * self.split)
+        """The split that holds an entry; also for traced positions."""
+        start, index = 0, 0
+        for factor, number in TIERS:
+            size = factor * self.split
+            index += _clip(position - start, number * size) // size
+            start += number * size
+        return index
 
     def split_start(self, index: int) -> int:
         """The first entry of a split; also for traced indices."""
-        late = (index > FINE_SPLITS) * (index - FINE_SPLITS)
-        return (index + (COARSE_FACTOR - 1) * late) * self.split
+        first, start = 0, 0
+        for factor, number in TIERS:
+            start += _clip(index - first, number) * factor * self.split
+            first += number
+        return start
+
+
+def _clip(value: int, most: int) -> int:
+    if isinstance(value, int):
+        return max(0, min(value, most))
+    return jnp.clip(value, 0, most)
 
 
 def _power_of_two(value: int) -> bool:

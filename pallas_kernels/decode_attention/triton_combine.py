@@ -83,7 +83,7 @@ def _values_kernel(attended_ref, kv_up_ref, out_ref, *, nope, config, early):
     rows, _, value_dim = out_ref.shape
     rank = attended_ref.shape[2]
     head, block = let_next_start(pl.program_id(0), early), config.product_rows
-    out_dim = min(config.product_out, value_dim)
+    out_dim = min(config.value_out, value_dim)
     column, first = pl.program_id(1) * out_dim, pl.program_id(2) * block
     weight = plgpu.load(kv_up_ref.at[head, pl.ds(nope + column, out_dim), pl.ds(0, rank)])
     at = tile((block, rank), first, 0, head)
@@ -115,7 +115,7 @@ def _combined_values_kernel(
     rank = sums_ref.shape[3]
     config = reading["config"]
     head, block = let_next_start(pl.program_id(0), early), config.product_rows
-    out_dim = min(config.product_out, value_dim)
+    out_dim = min(config.value_out, value_dim)
     column = pl.program_id(1) * out_dim
     weight = plgpu.load(kv_up_ref.at[head, pl.ds(nope + column, out_dim), pl.ds(0, rank)])
     attended = jnp.zeros((block, rank), jnp.float32)
@@ -173,7 +173,7 @@ def map_values(
     """
     rows, heads, _ = attended.shape
     value_dim = kv_up.shape[1] - nope
-    tiles = value_dim // min(config.product_out, value_dim)
+    tiles = value_dim // min(config.value_out, value_dim)
     return pl.pallas_call(
         functools.partial(
             _values_kernel,
@@ -215,7 +215,7 @@ def combine_and_map_values(
             config=config,
             early=config.early_launch and not interpret,
         ),
-        grid=(heads, value_dim // min(config.product_out, value_dim)),
+        grid=(heads, value_dim // min(config.value_out, value_dim)),
         out_shape=jax.ShapeDtypeStruct((rows, heads, value_dim), dtype),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,

@@ -34,17 +34,13 @@ TOKENS = (1, 2, 9, 17)
 LAYERS, ROUNDS = 16, 2  # caches in one program, and passes over them
 COMPARED = ((256, 1), (256, 9), (1024, 1), (1024, 9), (4096, 1), (4096, 9))
 VARIANTS = {
-    "split 64": dict(split=64),
-    "split 256": dict(split=256),
-    "8 warps": dict(num_warps=8, combine_warps=4),
-    "product 128": dict(product_out=128),
-    "1 stage": dict(num_stages=1),
-    "combine 16": dict(combine_splits=16),
-    "combine 1 warp": dict(combine_warps=1),
+    "split 128": dict(split=128),
+    "combine 8": dict(combine_splits=8),
+    "values 32": dict(value_out=32),
 }
 TRIED = {
-    "deepseek-v2-lite": ("split 64", "split 256", "8 warps", "combine 16"),
-    "qwen1.5-moe": ("split 64", "split 256", "1 stage", "combine 1 warp"),
+    "deepseek-v2-lite": ("split 128", "combine 8", "values 32"),
+    "qwen1.5-moe": ("split 128", "combine 8"),
 }
 TRIED_AT = ((256, 1), (1024, 9), (4096, 9))
 
