@@ -60,11 +60,11 @@ def main(arguments: list[str] | None = None) -> int:
         options.dataset, model.path, limit=options.limit, tokens=options.prompt_tokens
     )
     groups = batches(cases, options.batch_size)
-    plain, _ = decode(model, groups, options.policy[0], PLAIN_DEPTH, options.max_new_tokens, {})
+    plain, _ = _decode(model, groups, options.policy[0], PLAIN_DEPTH, options.max_new_tokens, {})
     differing = 0
     for policy in options.policy:
         for depth in options.depth:
-            outputs, stats = decode(model, groups, policy, depth, options.max_new_tokens, plain)
+            outputs, stats = _decode(model, groups, policy, depth, options.max_new_tokens, plain)
             print(table(f"{policy}, depth {depth}", groups, plain, outputs, stats), flush=True)
             differing += sum(plain[case.name] != outputs[case.name] for case in cases)
     print(f"{differing} outputs differ" if differing else "all outputs are identical")
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def decode(
+def _decode(
     model: Model,
     groups: list[list[Case]],
     policy: str,

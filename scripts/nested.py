@@ -4,8 +4,8 @@
         [--policy NAME] [--expert-slots N] [--batch-size N] [--json FILE]
 
 `--model` is a Hugging Face directory in bfloat16; both conversions are kept in the cache. Every
-prompt is decoded greedily in float32 with plain experts, then with nested ones. Exit code 1 if any
-output differs; a line then names the prompt and the first position that does.
+batch of prompts is decoded greedily in float32 with plain experts, then with nested ones. Exit code
+1 if any output differs; a line then names the prompt and the first position that does.
 """
 
 from __future__ import annotations
@@ -16,17 +16,29 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import ml_dtypes
 import numpy as np
 
-from scripts.exactness import decode, table
-from scripts.prompt_sets import DEFAULT_DATASET, DEFAULT_MODEL, batches, load_quarter, read_cases
+from scripts.exactness import first_difference, table
+from scripts.prompt_sets import (
+    DEFAULT_DATASET,
+    DEFAULT_MODEL,
+    Case,
+    batches,
+    load_quarter,
+    read_cases,
+)
 from specter_jax.cli.session import prepare_environment
 
+if TYPE_CHECKING:
+    from specter_jax.model import Model
+    from specter_jax.stats import Stats
+
+FORMATS = ("plain", "nested")
 ENCODED_SHAPE = (2048, 1408)
 """Hidden and inner size of the expert whose encoding is timed: DeepSeek-V2-Lite's."""
 ENCODED_GROUP = 128
@@ -38,9 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     prepare_environment()
     report: dict[str, Any] = {"encoding": encode_speeds(options.repeats)}
-    outputs: dict[str, dict[str, list[int]]] = {}
-    for expert_format in ("plain", "nested"):
-        model = load_quarter(
+    models = {}
+    for expert_format in FORMATS:
+        models[expert_format] = load_quarter(
             options.model,
             expert_slots=options.expert_slots,
             dtype="float32",
@@ -49,19 +61,29 @@ def main(arguments: list[str] | None = None) -> int:
             cache_dir=options.cache_dir,
             expert_format=expert_format,
         )
-        report[expert_format] = sizes(model.path)
-        cases = read_cases(
-            options.dataset, model.path, limit=options.limit, tokens=options.prompt_tokens
-        )
-        groups = batches(cases, options.batch_size)
-        expected = outputs.get("plain", {})
-        outputs[expert_format], stats = decode(
-            model, groups, options.policy, options.depth, options.max_new_tokens, expected
-        )
-        title = f"{expert_format}, {options.policy}, depth {options.depth}"
-        reference = outputs["plain"]
-        print(table(title, groups, reference, outputs[expert_format], stats), flush=True)
-    same = sum(outputs["plain"][case.name] == outputs["nested"][case.name] for case in cases)
+        report[expert_format] = sizes(models[expert_format].path)
+    cases = read_cases(
+        options.dataset, models["plain"].path, limit=options.limit, tokens=options.prompt_tokens
+    )
+    groups = batches(cases, options.batch_size)
+    outputs = {name: {} for name in FORMATS}
+    stats = {name: {} for name in FORMATS}
+    for group in groups:
+        for name, model in models.items():
+            settings = dict(depth=options.depth, policy=options.policy)
+            part, measured = generate_group(model, group, options.max_new_tokens, **settings)
+            outputs[name] |= part
+            stats[name].setdefault(group[0].task, []).append(measured)
+        same = sum(tokens == outputs["nested"][key] for key, tokens in outputs["plain"].items())
+        print(f"{same} of {len(outputs['plain'])} identical ({group[0].task})", flush=True)
+        for case in group:
+            expected, got = (outputs[name][case.name] for name in FORMATS)
+            position = first_difference(expected, got)
+            if position is not None:
+                print(f"prompt {case.name} differs from new token {position} on", flush=True)
+    for name in FORMATS:
+        title = f"{name}, {options.policy}, depth {options.depth}"
+        print(table(title, groups, outputs["plain"], outputs[name], stats[name]))
     report |= {"prompts": len(cases), "identical": same}
     report["experts_per_gib_ratio"] = (
         report["nested"]["experts_per_gib"] / report["plain"]["experts_per_gib"]
@@ -87,6 +109,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=8, help="experts a worker encodes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     return parser
+
+
+def generate_group(
+    model: Model, group: list[Case], max_new_tokens: int, **settings: Any
+) -> tuple[dict[str, list[int]], Stats]:
+    """Tokens of a batch by prompt, and its statistics."""
+    import specter_jax as sj
+
+    ids = [case.ids for case in group]
+    result = sj.generate(model, ids, max_new_tokens=max_new_tokens, **settings)
+    tokens = {case.name: tokens for case, tokens in zip(group, result.tokens, strict=True)}
+    return tokens, result.stats
 
 
 def sizes(path: Path) -> dict[str, float]:

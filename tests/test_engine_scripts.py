@@ -1,15 +1,17 @@
 """The scripts that compare outputs and policies, on a few prompts."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
 import specter_jax as sj
-from scripts import exactness, policies
+from scripts import exactness, nested, policies
 from scripts.prompt_sets import batches, read_cases
 from specter_jax.cli import session
 from specter_jax.offload import POLICIES
+from tests.conftest import TINY_SOURCE
 
 PROMPTS = Path(__file__).parent / "data" / "prompts.jsonl"
 
@@ -48,6 +50,32 @@ def test_a_difference_is_found_and_named(options, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "prompt story differs from new token 3 on" in printed
     assert "1 outputs differ" in printed
+
+
+def test_nested_output_is_compared_with_plain(capsys, tmp_path, monkeypatch):
+    report = tmp_path / "report.json"
+    options = ["--model", str(TINY_SOURCE), "--dataset", str(PROMPTS), "--limit", "1"]
+    options += ["--cache-dir", str(tmp_path), "--json", str(report), "--repeats", "1"]
+    options += ["--prompt-tokens", "32", "--max-new-tokens", "6", "--depth", "3"]
+    assert nested.main(options) == 0
+    figures = json.loads(report.read_text())
+    assert (figures["prompts"], figures["identical"]) == (1, 1)
+    assert figures["experts_per_gib_ratio"] > 1.8
+    assert figures["plain"]["bits_per_weight_in_slots"] == 16
+    assert figures["nested"]["bits_per_weight_in_slots"] < 9
+    assert figures["encoding"]["both_mb_per_s"] > 0
+
+    original = nested.generate_group
+
+    def wrong(model, group, *arguments, **settings):
+        tokens, stats = original(model, group, *arguments, **settings)
+        if model.pool.store.is_nested:
+            tokens = {name: [*row[:2], row[2] + 1, *row[3:]] for name, row in tokens.items()}
+        return tokens, stats
+
+    monkeypatch.setattr(nested, "generate_group", wrong)
+    assert nested.main(options) == 1
+    assert "prompt story differs from new token 2 on" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

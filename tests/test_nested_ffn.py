@@ -13,7 +13,7 @@ from pallas_kernels.constants import NOT_RESIDENT
 from pallas_kernels.expert_ffn import reference as plain_reference
 from pallas_kernels.int4.layout import encode as encode_draft
 from pallas_kernels.nested import NestedLayout, encode, with_capacity
-from pallas_kernels.nested_ffn import nested_ffn
+from pallas_kernels.nested_ffn import api, nested_ffn
 from pallas_kernels.nested_ffn import reference as nested_reference
 
 SIZES = cases.Sizes(hidden=64, inner=48, group=16)
@@ -78,6 +78,17 @@ def test_matches_float64():
     value = nested_reference.nested_ffn(x, experts, weights, nested, slot_row, draft)
     expected = cases.ffn_float64(x, experts, weights, slots, np.asarray(slot_row))
     assert cases.error(value, expected) < 1e-5
+
+
+def test_kernels_run_on_a_gpu_and_not_on_request(monkeypatch):
+    x, experts, weights, _, nested, slot_row, draft = nested_case(2)
+    calls = []
+    monkeypatch.setattr("pallas_kernels.tuning.is_cuda_gpu", lambda: True)
+    for module, label in ((api.pallas_triton, "pallas"), (api.reference, "reference")):
+        monkeypatch.setattr(module, "nested_ffn", lambda *_, label=label, **__: calls.append(label))
+    for implementation in (None, "pallas", "reference"):
+        nested_ffn(x, experts, weights, nested, slot_row, draft, implementation=implementation)
+    assert calls == ["pallas", "pallas", "reference"]
 
 
 def test_reference_is_chosen_without_a_gpu_and_others_are_refused():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from typing import Literal
 
@@ -10,13 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
-from pallas_kernels.nested_ffn import reference
-
-if importlib.util.find_spec("pallas_kernels.nested_ffn.pallas_triton"):
-    from pallas_kernels.nested_ffn import pallas_triton
-    from pallas_kernels.nested_ffn.config import config_for, unsupported_reason
-else:
-    pallas_triton = None
+from pallas_kernels.nested_ffn import pallas_triton, reference
+from pallas_kernels.nested_ffn.config import config_for, unsupported_reason
 
 Implementation = Literal["pallas", "reference"]
 
@@ -46,12 +40,9 @@ def nested_ffn(
     hidden = x.shape[1]
     inner = draft["gate_up_codes"].shape[1] // 2
     dtype_name = jnp.dtype(compute_dtype).name
-    if pallas_triton is None:
-        reason = "there is no kernel"
-    elif not tuning.is_cuda_gpu():
+    reason = unsupported_reason(hidden, inner, dtype_name)
+    if not tuning.is_cuda_gpu():
         reason = f"needs an NVIDIA GPU, the default device is {tuning.device_kind()}"
-    else:
-        reason = unsupported_reason(hidden, inner, dtype_name)
     if implementation is None:
         implementation = "reference" if reason else "pallas"
     if implementation == "reference":
