@@ -60,7 +60,8 @@ def draft(ctx: Context, state: DecodeState, depth: int, most: int = MAX_DEPTH) -
     chunk_tokens = ctx.runtime.chunk_tokens if cover_last else num_steps
     prefetcher = _Prefetcher(ctx, num_steps)
     tokens, experts, probs = [], [], []
-    last = state.last
+    # On the device like every later one: another kind of argument would be another program.
+    last = ctx.programs.place(state.last)
     while len(tokens) < num_steps:
         first = len(tokens)
         with ctx.trace.span("draft", "chunk", first=first):

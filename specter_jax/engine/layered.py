@@ -131,7 +131,7 @@ def _apply_experts(
     run: Pass,
     ahead: _LookAhead,
 ) -> jax.Array:
-    """The routed experts of MoE layer m, in one group if they fit, else in turns by expert id."""
+    """The routed experts of MoE layer m, together if they fit, else in groups by expert id."""
     pool = ctx.pool
     draft = ctx.decoding_draft(m)
     needed = used
@@ -141,15 +141,18 @@ def _apply_experts(
         if ctx.policy.whole_layers:
             needed = np.arange(ctx.config.num_experts)
     missing = [e for e in needed.tolist() if pool.cache.slot_table[m, e] < 0]
-    if not missing or len(needed) <= min(run.group_size, pool.num_slots):
+    prompt = run.resident_before is None
+    at_once = not missing or len(needed) <= min(run.group_size, pool.num_slots)
+    if at_once and not prompt:
         with ctx.trace.span("verification", "experts", layer=m, experts=len(needed)):
             _bring(ctx, m, needed, missing, ahead)
             hidden = ctx.programs.experts(params, routed, pool.slots, pool.table()[m], draft)
         pool.cache.unpin(m, needed)
         _discard_passed(ctx, m)
         return hidden
-    total = None
-    size = max(1, min(run.group_size, pool.num_slots))
+    # A prompt takes this way even in one group: one program less to compile for its size.
+    total = ctx.programs.zeros(routed)
+    size = len(needed) if at_once else max(1, min(run.group_size, pool.num_slots))
     for start in range(0, len(needed), size):
         group = needed[start : start + size]
         absent = [e for e in group.tolist() if pool.cache.slot_table[m, e] < 0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,10 +29,7 @@ def prefill(ctx: Context, batch: Batch) -> tuple[DecodeState, np.ndarray]:
     """
     prompts, draws = batch.prompts, batch.draws
     lengths = np.array(batch.lengths, np.int32)
-    dtype = jnp.dtype(batch.kv_dtype)
-    kv = models.init_kv(ctx.config, len(prompts), batch.capacity(ctx.runtime), dtype)
-    # Placed as programs return it, which is what they are compiled for.
-    kv = jax.device_put(kv, device_sharding(ctx.device))
+    kv = empty_kv(ctx, batch)
     first = np.zeros(len(prompts), np.int32)
     done = 0
     for width in batch.widths(ctx.runtime):
@@ -47,6 +46,13 @@ def prefill(ctx: Context, batch: Batch) -> tuple[DecodeState, np.ndarray]:
         kv=kv, lengths=lengths, last=first, active=np.ones(len(prompts), bool), draws=draws
     )
     return state, first
+
+
+def empty_kv(ctx: Context, batch: Batch) -> tuple[Any, ...]:
+    """An empty KV for the batch, placed as programs return it, which is what they compile for."""
+    dtype = jnp.dtype(batch.kv_dtype)
+    kv = models.init_kv(ctx.config, len(batch.prompts), batch.capacity(ctx.runtime), dtype)
+    return jax.device_put(kv, device_sharding(ctx.device))
 
 
 def _prefill_chunk(ctx, kv, tokens, counts, done, lengths, draws):

@@ -79,6 +79,8 @@ class Programs:
     dense(layer, prompt, params, kv_layer, hidden, lengths, mask) -> (hidden, kv_layer)
     route(layer, prompt, params, kv_layer, hidden, lengths, mask, next_router)
         -> (Routed, host copies (experts, next_experts), kv_layer)
+    place(array) -> the array on the device (not jitted)
+    zeros(routed) -> total, float32 [B, T, H]
     accumulate(routed, slots, slot_row, group, total, draft) -> total
     close(params, routed, total) -> hidden
     experts(params, routed, slots, slot_row, draft) -> hidden
@@ -92,6 +94,8 @@ class Programs:
     embed: Any
     dense: Any
     route: Any
+    place: Any
+    zeros: Any
     accumulate: Any
     close: Any
     experts: Any
@@ -178,6 +182,10 @@ def _route(config, layer, prompt, params, kv_layer, hidden, lengths, mask, next_
     return routed, (routed.experts, routed.next_experts), kv_layer
 
 
+def _zeros(config, routed):
+    return jnp.zeros(routed.moe_input.shape, jnp.float32)
+
+
 def _dense(config, layer, prompt, params, kv_layer, hidden, lengths, mask):
     return models.dense_layer(config, layer, params, kv_layer, hidden, lengths, mask, prompt=prompt)
 
@@ -229,6 +237,8 @@ def build_programs(config: ModelConfig, compute_dtype: str, device: jax.Device) 
         embed=jitted(embed),
         dense=jitted(_dense, donate=(3,), static=(0, 1)),
         route=jitted(_route, donate=(3,), static=(0, 1), out=(dev, host, dev)),
+        place=functools.partial(jax.device_put, device=dev),
+        zeros=jitted(_zeros),
         accumulate=jitted(models.accumulate_experts, donate=(4,)),
         close=jitted(models.close_layer),
         experts=jitted(models.finish_layer),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -69,7 +71,15 @@ def _all_present(ctx: Context, drafted: Drafted) -> bool:
 
 def one_program(ctx: Context, state: DecodeState, drafted: Drafted, tokens: np.ndarray) -> Verified:
     """The whole target in one dispatch; right up to the first layer with misses."""
-    out, state.kv = ctx.programs.verify(
+    out, state.kv = ctx.programs.verify(*verify_arguments(ctx, state, drafted, tokens))
+    return out
+
+
+def verify_arguments(
+    ctx: Context, state: DecodeState, drafted: Drafted, tokens: np.ndarray
+) -> tuple[Any, ...]:
+    """What `programs.verify` takes."""
+    return (
         ctx.params,
         state.kv,
         ctx.pool.slots,
@@ -81,7 +91,6 @@ def one_program(ctx: Context, state: DecodeState, drafted: Drafted, tokens: np.n
         drafted.probs,
         state.draws,
     )
-    return out
 
 
 def _take_or_resume(

@@ -1,8 +1,15 @@
-"""Runs every program that a generation may need once, so that none compiles while it is timed."""
+"""Runs every program that a generation may need once, so that none compiles while it is timed.
+
+The large programs are compiled side by side first: XLA compiles one program mostly on one core. A
+program compiled from the arguments of a call is the one that the call then finds.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,11 +18,21 @@ from specter_jax.engine.batch import Batch
 from specter_jax.engine.context import Context
 from specter_jax.engine.drafting import Drafted
 from specter_jax.engine.layered import next_router
-from specter_jax.engine.prefill import prefill
+from specter_jax.engine.prefill import empty_kv, prefill
 from specter_jax.engine.slots import COMMIT_SIZES
 from specter_jax.engine.state import DecodeState
 from specter_jax.engine.store import device_sharding
-from specter_jax.engine.verification import by_layers, one_program, resume, verify_tokens
+from specter_jax.engine.verification import (
+    by_layers,
+    one_program,
+    resume,
+    verify_arguments,
+    verify_tokens,
+)
+
+_MAX_WORKERS = 8
+Job = tuple[Any, tuple[Any, ...]]
+"""A jitted function and the arguments to compile it for."""
 
 
 def warm_up(
@@ -28,16 +45,15 @@ def warm_up(
     """
     on_depth(0)
     _warm_commits(ctx)
+    _compile_side_by_side(ctx, batch, depths)
     state, _ = prefill(ctx, batch)
     if not ctx.pool.cache.resident.all():
         for width in sorted(set(batch.widths(ctx.runtime))):
-            _warm_experts(ctx, state, width, prompt=True)
+            _run_experts(ctx, state, width, prompt=True)
     if any(depths):
-        # From a token of the host's, then from the step before.
-        last, _ = _draft(ctx, state, state.last)
-        _draft(ctx, state, last)
+        _draft(ctx, state)
     for done, depth in enumerate(depths, start=1):
-        _warm_verification(ctx, state, depth)
+        _run_verification(ctx, state, depth)
         on_depth(done)
 
 
@@ -52,60 +68,160 @@ def _warm_commits(ctx: Context) -> None:
         ctx.pool.write([0] * size, [expert] * size)
 
 
-def _warm_experts(ctx: Context, state: DecodeState, num_tokens: int, *, prompt: bool) -> None:
-    """Both ways of computing routed experts: all together, and in groups that add up.
+def _compile_side_by_side(ctx: Context, batch: Batch, depths: Sequence[int]) -> None:
+    """Compiles what takes long, in threads.
 
-    Which of them a request needs depends on its routing, which the warm-up cannot know.
+    Left to the run that follows: small programs, and verification with sampling, whose arguments
+    only a draft step can make.
     """
-    shape = (state.batch, num_tokens)
-    in_group = np.ones(ctx.config.num_experts, bool)
-    kv = list(state.kv)
-    # The last layer's routing predicts no next layer, and so has another structure.
-    for m in sorted({0, ctx.config.num_moe_layers - 1}):
-        layer = ctx.config.moe_layers[m]
-        params, row = ctx.layer_params(layer), ctx.pool.table()[m]
-        draft = ctx.decoding_draft(m)
-        hidden = ctx.programs.embed(ctx.shared, np.zeros(shape, np.int32))
-        routed, _, kv[layer] = ctx.programs.route(
-            ctx.representatives[layer],
-            prompt,
-            params,
-            kv[layer],
-            hidden,
-            np.zeros(state.batch, np.int32),
-            np.ones(shape, bool),
-            next_router(ctx, m),
-        )
-        ctx.programs.experts(params, routed, ctx.pool.slots, row, draft)
-        total = None
-        for _ in range(2):
-            total = ctx.programs.accumulate(routed, ctx.pool.slots, row, in_group, total, draft)
-        ctx.programs.close(params, routed, total)
-    state.kv = tuple(kv)
-
-
-def _draft(ctx: Context, state: DecodeState, last):
-    step, state.kv = ctx.programs.draft_step(
-        ctx.params, state.kv, last, state.lengths, state.active, state.draws
+    state = DecodeState(
+        kv=empty_kv(ctx, batch),
+        lengths=np.array(batch.lengths, np.int32),
+        last=np.zeros(len(batch.prompts), np.int32),
+        active=np.ones(len(batch.prompts), bool),
+        draws=batch.draws,
     )
-    return step.last, step.probs
+    jobs: list[Job] = []
+    if any(depths):
+        jobs.append((ctx.programs.draft_step, _draft_arguments(ctx, state)))
+    widths = [(width, True) for width in sorted(set(batch.widths(ctx.runtime)))]
+    for depth in depths:
+        drafted = _nothing_drafted(state, depth, ())
+        tokens = verify_tokens(state, drafted)
+        if state.draws is None or depth == 0:
+            jobs.append((ctx.programs.verify, verify_arguments(ctx, state, drafted, tokens)))
+        widths.append((tokens.shape[1], False))
+    routes = [
+        (ctx.programs.route, _route_arguments(ctx, state, width, m, prompt))
+        for width, prompt in widths
+        for m in _structures(ctx)
+    ]
+    with ThreadPoolExecutor(min(_MAX_WORKERS, os.cpu_count() or 1)) as pool:
+        compiling = [pool.submit(_compile, job) for job in [*jobs, *routes]]
+        for future in compiling[len(jobs) :]:
+            future.result()
+        experts = []
+        for width, prompt in widths:
+            for m in _structures(ctx):
+                experts += _expert_jobs(ctx, state, width, m, prompt)
+        compiling += [pool.submit(_compile, job) for job in experts]
+        for future in compiling:
+            future.result()
 
 
-def _warm_verification(ctx: Context, state: DecodeState, depth: int) -> None:
-    """Both ways of verifying at `depth`, and resuming the one by the other."""
-    sampled = state.draws is not None and depth > 0
-    probs = (_draft(ctx, state, state.last)[1],) * depth if sampled else ()
-    drafted = Drafted(
+def _compile(job: Job) -> None:
+    function, arguments = job
+    function.lower(*arguments).compile()
+
+
+def _structures(ctx: Context) -> list[int]:
+    """MoE layers whose programs differ: the last one's routing predicts no next layer."""
+    if ctx.policy.prefetch != "next_layer":
+        return [0]
+    return sorted({0, ctx.config.num_moe_layers - 1})
+
+
+def _route_arguments(
+    ctx: Context, state: DecodeState, num_tokens: int, m: int, prompt: bool
+) -> tuple[Any, ...]:
+    """Arguments of `programs.route` for MoE layer m."""
+    layer = ctx.config.moe_layers[m]
+    shape = (state.batch, num_tokens)
+    return (
+        ctx.representatives[layer],
+        prompt,
+        ctx.layer_params(layer),
+        state.kv[layer],
+        ctx.programs.embed(ctx.shared, np.zeros(shape, np.int32)),
+        np.zeros(state.batch, np.int32),
+        np.ones(shape, bool),
+        next_router(ctx, m),
+    )
+
+
+def _routed(ctx: Context, state: DecodeState, num_tokens: int, m: int, prompt: bool) -> Any:
+    """Runs `programs.route` for MoE layer m."""
+    arguments = _route_arguments(ctx, state, num_tokens, m, prompt)
+    kv = list(state.kv)
+    routed, _, kv[ctx.config.moe_layers[m]] = ctx.programs.route(*arguments)
+    state.kv = tuple(kv)
+    return routed
+
+
+def _expert_jobs(
+    ctx: Context, state: DecodeState, num_tokens: int, m: int, prompt: bool
+) -> list[Job]:
+    """The programs of MoE layer m's routed experts that `num_tokens` tokens may need."""
+    routed = _routed(ctx, state, num_tokens, m, prompt)
+    jobs: list[Job] = []
+    if not prompt:
+        jobs.append((ctx.programs.experts, _experts_arguments(ctx, routed, m)))
+    if _in_groups(ctx, prompt):
+        total = ctx.programs.zeros(routed)
+        jobs.append((ctx.programs.accumulate, _accumulate_arguments(ctx, routed, m, total)))
+    return jobs
+
+
+def _in_groups(ctx: Context, prompt: bool) -> bool:
+    """Whether routed experts may have to be computed in several groups that add up."""
+    return prompt or ctx.pool.num_slots < ctx.config.num_experts
+
+
+def _experts_arguments(ctx: Context, routed: Any, m: int) -> tuple[Any, ...]:
+    params = ctx.layer_params(ctx.config.moe_layers[m])
+    return params, routed, ctx.pool.slots, ctx.pool.table()[m], ctx.decoding_draft(m)
+
+
+def _accumulate_arguments(ctx: Context, routed: Any, m: int, total: Any) -> tuple[Any, ...]:
+    in_group = np.ones(ctx.config.num_experts, bool)
+    return routed, ctx.pool.slots, ctx.pool.table()[m], in_group, total, ctx.decoding_draft(m)
+
+
+def _run_experts(ctx: Context, state: DecodeState, num_tokens: int, *, prompt: bool) -> None:
+    """Every way of computing routed experts that a request may need.
+
+    Which of them it does need depends on its routing, which the warm-up cannot know.
+    """
+    for m in _structures(ctx):
+        routed = _routed(ctx, state, num_tokens, m, prompt)
+        if not prompt:
+            ctx.programs.experts(*_experts_arguments(ctx, routed, m))
+        if _in_groups(ctx, prompt):
+            total = ctx.programs.zeros(routed)
+            total = ctx.programs.accumulate(*_accumulate_arguments(ctx, routed, m, total))
+            ctx.programs.close(ctx.layer_params(ctx.config.moe_layers[m]), routed, total)
+
+
+def _draft_arguments(ctx: Context, state: DecodeState) -> tuple[Any, ...]:
+    last = ctx.programs.place(state.last)
+    return ctx.params, state.kv, last, state.lengths, state.active, state.draws
+
+
+def _draft(ctx: Context, state: DecodeState) -> Any:
+    """One draft step; its probabilities, or None."""
+    step, state.kv = ctx.programs.draft_step(*_draft_arguments(ctx, state))
+    return step.probs
+
+
+def _nothing_drafted(state: DecodeState, depth: int, probs: tuple[Any, ...]) -> Drafted:
+    """As if `depth` tokens had been drafted."""
+    return Drafted(
         tokens=np.zeros((state.batch, depth), np.int32),
         experts=None,
         probs=probs,
         predicted=None,
         num_drafted=np.full(state.batch, depth, np.int32),
     )
+
+
+def _run_verification(ctx: Context, state: DecodeState, depth: int) -> None:
+    """Both ways of verifying at `depth`, and resuming the one by the other."""
+    sampled = state.draws is not None and depth > 0
+    drafted = _nothing_drafted(state, depth, (_draft(ctx, state),) * depth if sampled else ())
     tokens = verify_tokens(state, drafted)
     resident = ctx.pool.cache.resident
     out = one_program(ctx, state, drafted, tokens)
     resume(ctx, state, drafted, tokens, out, 0, resident)
     by_layers(ctx, state, drafted, tokens, resident)
-    if ctx.pool.num_slots < ctx.config.num_experts:
-        _warm_experts(ctx, state, tokens.shape[1], prompt=False)
+    if _in_groups(ctx, prompt=False):
+        _run_experts(ctx, state, tokens.shape[1], prompt=False)

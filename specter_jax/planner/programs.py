@@ -88,6 +88,14 @@ class ReplayPrograms:
         moment = self._device.dispatch(self._timing.layer())
         return _Routed(experts), (HostResult(experts, moment), None), kv_layer
 
+    def place(self, array):
+        """A few tokens to the device: no time but what a step's dispatch counts."""
+        return array
+
+    def zeros(self, routed):
+        """An empty sum: no time but the dispatch."""
+        self._device.dispatch(0.0)
+
     def accumulate(self, routed, slots, slot_row, group, total, *rest):
         """The experts of one group."""
         used = distinct_experts(routed.experts, self._config.num_experts)
