@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,12 @@ import pytest
 
 from pallas_kernels.products import contract
 from pallas_kernels.small_dense import Dense, Norm, Normalized, api, pallas_triton, reference
-from pallas_kernels.small_dense.config import SmallDenseConfig, config_for, unsupported_reason
+from pallas_kernels.small_dense.config import (
+    TUNED_FOLDER,
+    SmallDenseConfig,
+    config_for,
+    unsupported_reason,
+)
 from specter_jax.config import ModelConfig
 from specter_jax.models.router import choose_experts
 from tests.checkpoints import tiny_config
@@ -168,6 +174,17 @@ def test_refuses_what_it_cannot_run(options, wrong):
     x, parts = case(2)
     with pytest.raises(wrong):
         api.products(x, parts, **options)
+
+
+def test_the_shipped_table_is_what_its_shapes_get():
+    for entry in json.loads((TUNED_FOLDER / "nvidia_h200.json").read_text()):
+        inputs, outputs = entry["match"]["inputs"], entry["match"]["outputs"]
+        config = config_for(inputs, outputs, "bfloat16", "NVIDIA H200")
+        assert config.early_launch
+        assert dataclasses.asdict(config).items() >= entry["config"].items()
+        checked = config_for(inputs, outputs, "float32", "NVIDIA H200")
+        assert checked.rows_in == 32
+        assert checked.vector_out == config.vector_out
 
 
 def test_config_fits_any_supported_shape():

@@ -9,6 +9,7 @@ import kernel_cases as cases
 import numpy as np
 import pytest
 
+from pallas_kernels.draft_experts import prepare_draft_layer
 from pallas_kernels.draft_experts.arithmetic import pack_tables
 from pallas_kernels.draft_experts.config import config_for, unsupported_reason
 from pallas_kernels.draft_experts.pallas_triton import draft_experts
@@ -118,3 +119,12 @@ def test_unsupported_sizes_are_named():
     assert unsupported_reason(128, 96, 32, 32) is None
     assert "inner size must be a multiple of 32, got 40" in unsupported_reason(128, 40, 32, 40)
     assert "scale group of down" in unsupported_reason(128, 96, 32, 48)
+
+
+def test_prepared_layers_give_the_same_bits(case):
+    x, experts, weights, layer = case
+    prepared = prepare_draft_layer({name: jnp.asarray(value) for name, value in layer.items()})
+    assert prepared["table_bytes"].nbytes + prepared["table_steps"].nbytes == 36 * len(
+        layer["tables"]
+    )
+    np.testing.assert_array_equal(run(x, experts, weights, prepared), run(*case))

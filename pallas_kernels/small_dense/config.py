@@ -25,13 +25,13 @@ class SmallDenseConfig:
     be launched while this one runs (compute capability 9 on).
     """
 
-    vector_out: int = 8
-    vector_ahead: int = 4
+    vector_out: int = 4
+    vector_ahead: int = 6
     vector_warps: int = 4
-    rows_out: int = 32
+    rows_out: int = 64
     rows_in: int = 128
-    rows_warps: int = 2
-    rows_stages: int = 6
+    rows_warps: int = 4
+    rows_stages: int = 5
     norm_warps: int = 4
     early_launch: bool = False
 

@@ -8,7 +8,6 @@ rows]`: the same instructions over the same steps for a row, however many rows t
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -20,97 +19,22 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.draft_experts.arithmetic import fma
 from pallas_kernels.early_launch import let_next_start
+from pallas_kernels.small_dense.arithmetic import (
+    affine,
+    ceil_div,
+    epilogue,
+    mean_and_scale,
+    power_of_two,
+    read_epilogue,
+    sides,
+    tiles,
+)
 from pallas_kernels.small_dense.config import LANE, LEAST_BLOCK, SmallDenseConfig
 from pallas_kernels.small_dense.operands import Dense, Norm
 
 _MOST_BLOCK_ROWS = 64
 _WARP_INPUTS = 32 * LANE
 _SHARED_BYTES = 200 * 1024  # of shared memory that a program may fill with tiles on their way
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _power_of_two(value: int) -> int:
-    """Least power of two that is at least value."""
-    return 1 << (value - 1).bit_length()
-
-
-def _mean_and_scale(pieces: list, num_in: int, norm: Norm) -> tuple[jax.Array | float, jax.Array]:
-    """Mean (0 for RMSNorm) and reciprocal deviation of a row given in pieces.
-
-    pieces: (float32 values, 0 beyond the row; bool, false beyond it, or None) each.
-    """
-    mean = 0.0
-    if norm.bias is not None:
-        mean = sum(jnp.sum(values) for values, _ in pieces) / num_in
-        pieces = [
-            (values - mean if mask is None else jnp.where(mask, values - mean, 0.0), mask)
-            for values, mask in pieces
-        ]
-    square = sum(jnp.sum(values * values) for values, _ in pieces) / num_in
-    return mean, lax.rsqrt(square + norm.eps)
-
-
-def _affine(values, mean, scale, weight, bias):
-    """The last step of a norm, float32."""
-    values = (values if bias is None else values - mean) * scale * weight
-    return values if bias is None else values + bias
-
-
-def _read_epilogue(part: Dense, row_index, lines, used) -> Dense:
-    """`part` with the values that its epilogue needs instead of references, None for weights.
-
-    row_index, lines (outputs), used: the shape of the tile that the epilogue gets.
-    """
-
-    def bias(ref):
-        return None if ref is None else plgpu.load(ref.at[lines]).astype(jnp.float32)
-
-    def term(ref, columns):
-        value = plgpu.load(ref.at[row_index, columns], mask=used, other=0.0)
-        return value.astype(jnp.float32)
-
-    return dataclasses.replace(
-        part,
-        weight=None,
-        up=None,
-        bias=bias(part.bias),
-        up_bias=bias(part.up_bias),
-        scale=None if part.scale is None else term(part.scale, jnp.zeros_like(lines)),
-        add=tuple(term(ref, lines) for ref in part.add),
-    )
-
-
-def _epilogue(values: Dense, sums):
-    """What follows the sums of a tile; values: see `_read_epilogue`."""
-
-    def side(total, bias):
-        return total if bias is None else total + bias
-
-    y = side(sums[0], values.bias)
-    if len(sums) == 2:
-        y = y / (1 + jnp.exp(-y)) * side(sums[1], values.up_bias)
-    if values.scale is not None:
-        y = y / (1 + jnp.exp(-values.scale))
-    for term in values.add:
-        y += term
-    return y.astype(values.dtype)
-
-
-def _sides(part: Dense) -> list:
-    return [part.weight] if part.up is None else [part.weight, part.up]
-
-
-def _tiles(parts: Sequence[Dense], block_out) -> list[tuple[int, int]]:
-    """First and last-but-one program of each part."""
-    spans, start = [], 0
-    for part in parts:
-        end = start + _ceil(part.outputs, block_out(part))
-        spans.append((start, end))
-        start = end
-    return spans
 
 
 def _vector_out(part: Dense, config: SmallDenseConfig) -> int:
@@ -122,7 +46,7 @@ def _vector_kernel(*refs, tree, num_inputs, spans, keep_normed, config, interpre
     x_ref, norm, parts = jax.tree.unflatten(tree, refs[:num_inputs])
     out_refs = refs[num_inputs:]
     num_in = x_ref.shape[1]
-    width = min(_WARP_INPUTS * config.vector_warps, _power_of_two(num_in))
+    width = min(_WARP_INPUTS * config.vector_warps, power_of_two(num_in))
     starts = list(range(0, num_in, width))
     tile = let_next_start(pl.program_id(0), config.early_launch and not interpret)
 
@@ -146,11 +70,11 @@ def _vector_kernel(*refs, tree, num_inputs, spans, keep_normed, config, interpre
         if norm.bias is not None:
             biases = [read(norm.bias, start).astype(jnp.float32) for start in starts]
         masked = [(values, columns(start)[1]) for values, start in zip(raw, starts, strict=True)]
-        mean, scale = _mean_and_scale(masked, num_in, norm)
+        mean, scale = mean_and_scale(masked, num_in, norm)
         # Beyond the row the weights of the norm are zeros, its bias too. The result is not rounded
         # to x's dtype: that takes slow instructions, and a single row need not match any bits.
         return [
-            lambda v=v, w=w, b=b: _affine(v, mean, scale, w, b)
+            lambda v=v, w=w, b=b: affine(v, mean, scale, w, b)
             for v, w, b in zip(raw, weights, biases, strict=True)
         ]
 
@@ -172,18 +96,16 @@ def _vector_kernel(*refs, tree, num_inputs, spans, keep_normed, config, interpre
                     mask = jnp.broadcast_to(mask[None], shape)
                 places = (jnp.broadcast_to(lines[:, None], shape), index)
                 other = None if mask is None else 0.0
-                return [
-                    plgpu.load(side.at[places], mask=mask, other=other) for side in _sides(part)
-                ]
+                return [plgpu.load(side.at[places], mask=mask, other=other) for side in sides(part)]
 
             row = jnp.zeros_like(lines)
             loaded = [read_weights(start) for start in starts[: config.vector_ahead]]
-            values = _read_epilogue(part, row, lines, used)
+            values = read_epilogue(part, row, lines, used)
             if not interpret:
                 # The compiler would move loads behind the first uses of x otherwise.
                 plgpu.debug_barrier()
             pieces = inputs()
-            sums = [jnp.zeros((block, width), jnp.float32) for _ in _sides(part)]
+            sums = [jnp.zeros((block, width), jnp.float32) for _ in sides(part)]
             dtype = part.compute_dtype(x_ref.dtype)
             for step, piece in enumerate(pieces):
                 loaded += [read_weights(s) for s in starts[step + config.vector_ahead :][:1]]
@@ -191,7 +113,7 @@ def _vector_kernel(*refs, tree, num_inputs, spans, keep_normed, config, interpre
                 for side, weight in enumerate(loaded.pop(0)):
                     weight = weight.astype(dtype).astype(jnp.float32)
                     sums[side] = fma(weight, x, sums[side], interpret)
-            y = _epilogue(values, [jnp.sum(total, axis=1) for total in sums])
+            y = epilogue(values, [jnp.sum(total, axis=1) for total in sums])
             plgpu.store(out_refs[number].at[row, places_out], y, mask=used)
 
             if keep_normed and begin == 0:
@@ -244,17 +166,17 @@ def _rows_kernel(*refs, tree, num_inputs, spans, block_rows, config, interpret):
                 )
                 return tuple(
                     total + _dot(plgpu.load(side.at[places]), x, dtype)
-                    for side, total in zip(_sides(part), sums, strict=True)
+                    for side, total in zip(sides(part), sums, strict=True)
                 )
 
-            zeros = tuple(jnp.zeros((block_out, block_rows), jnp.float32) for _ in _sides(part))
+            zeros = tuple(jnp.zeros((block_out, block_rows), jnp.float32) for _ in sides(part))
             sums = lax.fori_loop(0, num_in // block_in, step, zeros)
             shape = (block_rows, block_out)
             row_index = jnp.broadcast_to(rows[:, None], shape)
             places_out, lines = (jnp.broadcast_to(v[None], shape) for v in (places_out, lines))
             used = (row_index < num_rows) & (places_out < part.outputs)
-            values = _read_epilogue(part, row_index, lines, used)
-            y = _epilogue(values, [total.T for total in sums])
+            values = read_epilogue(part, row_index, lines, used)
+            y = epilogue(values, [total.T for total in sums])
             plgpu.store(out_ref.at[row_index, places_out], y, mask=used)
 
 
@@ -275,7 +197,7 @@ def _norm_kernel(*refs, tree, num_inputs, config, interpret):
     (out_ref,) = refs[num_inputs:]
     num_in = x_ref.shape[1]
     row = let_next_start(pl.program_id(0), config.early_launch and not interpret)
-    index = lax.broadcasted_iota(jnp.int32, (_power_of_two(num_in),), 0)
+    index = lax.broadcasted_iota(jnp.int32, (power_of_two(num_in),), 0)
     mask = None if index.shape[0] == num_in else index < num_in
     other = None if mask is None else 0.0
     line = jnp.full(index.shape, row, jnp.int32)
@@ -284,9 +206,9 @@ def _norm_kernel(*refs, tree, num_inputs, config, interpret):
         None if ref is None else plgpu.load(ref.at[index], mask=mask, other=other)
         for ref in (norm.weight, norm.bias)
     )
-    mean, scale = _mean_and_scale([(x, mask)], num_in, norm)
+    mean, scale = mean_and_scale([(x, mask)], num_in, norm)
     bias = None if bias is None else bias.astype(jnp.float32)
-    y = _affine(x, mean, scale, weight.astype(jnp.float32), bias)
+    y = affine(x, mean, scale, weight.astype(jnp.float32), bias)
     plgpu.store(out_ref.at[line, index], y.astype(x_ref.dtype), mask=mask)
 
 
@@ -305,7 +227,7 @@ def vector(
     row. Returns [1, out] of every part, then [1, in] if asked.
     """
     leaves, tree = jax.tree.flatten((x, norm, tuple(parts)))
-    spans = _tiles(parts, lambda part: _vector_out(part, config))
+    spans = tiles(parts, lambda part: _vector_out(part, config))
     out_shape = [jax.ShapeDtypeStruct((1, part.outputs), part.dtype) for part in parts]
     if keep_normed:
         out_shape.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
@@ -336,10 +258,10 @@ def rows(
 ) -> list[jax.Array]:
     """Products of x [rows, in]: [rows, out] of every part; `scale` is [rows, 1]."""
     num_rows = x.shape[0]
-    block_rows = min(max(_power_of_two(num_rows), LEAST_BLOCK), _MOST_BLOCK_ROWS)
+    block_rows = min(max(power_of_two(num_rows), LEAST_BLOCK), _MOST_BLOCK_ROWS)
     leaves, tree = jax.tree.flatten((x, tuple(parts)))
-    spans = _tiles(parts, lambda part: config.rows_out)
-    most_lines = max(len(_sides(part)) for part in parts) * config.rows_out + block_rows
+    spans = tiles(parts, lambda part: config.rows_out)
+    most_lines = max(len(sides(part)) for part in parts) * config.rows_out + block_rows
     stage_bytes = (
         most_lines * config.rows_in * max(x.dtype.itemsize, parts[0].weight.dtype.itemsize)
     )
@@ -356,7 +278,7 @@ def rows(
             interpret=interpret,
         ),
         # Blocks of rows follow each other, so that a weight comes from memory once.
-        grid=(_ceil(num_rows, block_rows), spans[-1][1]),
+        grid=(ceil_div(num_rows, block_rows), spans[-1][1]),
         out_shape=[jax.ShapeDtypeStruct((num_rows, p.outputs), p.dtype) for p in parts],
         compiler_params=plgpu.CompilerParams(num_warps=config.rows_warps, num_stages=stages),
         interpret=interpret,
