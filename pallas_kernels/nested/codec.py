@@ -220,24 +220,26 @@ def decode(
         jnp.concatenate(part)
         for part in zip(*(_draft_part(*draft) for draft in drafts), strict=True)
     )
-    remainders = _split_words(words[: layout.row_starts], 8)
+    remainders = _split_words(words[: layout.row_starts], 8).astype(jnp.uint16)
     bits = signs | (bases + remainders)
     if layout.capacity:
         starts = words[layout.row_starts :][: layout.num_rows + 1]
         positions = _split_words(words[layout.positions : layout.highs], 16)
         highs = _split_words(words[layout.highs :], 8)
         numbers = jnp.arange(layout.capacity, dtype=jnp.int32)
-        rows = jnp.searchsorted(starts, numbers, side="right") - 1
-        places = jnp.asarray(_row_offsets(layout))[jnp.clip(rows, 0, layout.num_rows - 1)]
+        # Counting the rows that have begun; a row without escapes begins where the next one does.
+        begun = jnp.zeros(layout.capacity, jnp.int32).at[starts[1:-1]].add(1, mode="drop")
+        places = jnp.asarray(_row_offsets(layout))[jnp.cumsum(begun)]
         places = jnp.where(numbers < starts[-1], places + positions, bits.size)
         kept = dict(mode="fill", fill_value=0)
-        escaped = signs.at[places].get(**kept) | highs << 8 | remainders.at[places].get(**kept)
+        escaped = signs.at[places].get(**kept) | remainders.at[places].get(**kept)
+        escaped |= highs.astype(jnp.uint16) << 8
         bits = bits.at[places].set(escaped, mode="drop")
-    return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
+    return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
 
 
 def _draft_part(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sign bits (bit 15) and bases that one matrix's draft gives, int32 `[out * in]`."""
+    """Sign bits (bit 15) and bases that one matrix's draft gives, uint16 `[out * in]`."""
     shifts = jnp.arange(CODES_PER_WORD, dtype=jnp.int32) * 4
     nibbles = (codes[..., None] >> shifts) & 0xF
     nibbles = nibbles.reshape(*scales.shape, -1)
@@ -247,7 +249,8 @@ def _draft_part(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Arr
     bases = edges.astype(jnp.int32) - jnp.where(buckets == 0, REMAINDERS, 0)
     scale_bits = jax.lax.bitcast_convert_type(scales, jnp.uint16)[..., None]
     bases = jnp.where(scale_bits < LEAST_SCALE_BITS, 0, jnp.maximum(bases, 0))
-    return ((nibbles >> 3) * _SIGN_BIT).reshape(-1), bases.reshape(-1)
+    signs = (nibbles >> 3) * _SIGN_BIT
+    return signs.astype(jnp.uint16).reshape(-1), bases.astype(jnp.uint16).reshape(-1)
 
 
 def _split_words(words: jax.Array, bits: int) -> jax.Array:
