@@ -158,7 +158,7 @@ def _too_small(ledger: MemoryLedger, least: int, expert_slots: int | None) -> st
     needed = ledger.fixed_bytes + least * ledger.expert_bytes
     return (
         f"a budget of {format_size(ledger.budget_bytes)} is too small: this model needs at least "
-        f"{format_size(needed)} (shared {format_size(ledger.shared_bytes)}, draft "
+        f"{format_size(needed, round_up=True)} (shared {format_size(ledger.shared_bytes)}, draft "
         f"{format_size(ledger.draft_bytes)}, kv {format_size(ledger.kv_bytes)}, staging "
         f"{format_size(ledger.staging_bytes)}, workspace {format_size(ledger.workspace_bytes)}, "
         f"{least} expert slots {format_size(least * ledger.expert_bytes)}); a smaller max_context "

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.draft_experts import prepare_draft_layer
 from specter_jax.arguments import as_callable, as_choice
 from specter_jax.budget import check_device, plan, slots_for
 from specter_jax.checkpoint import Checkpoint, open_checkpoint
@@ -20,6 +21,7 @@ from specter_jax.config import ModelConfig, layer_name
 from specter_jax.controller import DepthController
 from specter_jax.engine.batch import Batch
 from specter_jax.engine.context import Context, Optimism
+from specter_jax.engine.pace import Pace
 from specter_jax.engine.programs import Programs, build_programs
 from specter_jax.engine.slots import SlotPool
 from specter_jax.engine.store import ExpertStore, device_sharding, pin_layer
@@ -43,7 +45,7 @@ class Model:
 
     Attributes:
         config: the model's architecture. params: {"shared": tree, "draft": tree} on the device.
-        pool: expert slots and transfers; it and `policy`, `optimism` carry over from one
+        pool: expert slots and transfers; it and `policy`, `optimism`, `pace` carry over from one
             generation to the next, so that a warm cache stays warm.
         warm: shapes whose programs have run once, see `ensure_warm`.
         controllers: what `depth="auto"` has measured, by policy and batch size.
@@ -63,6 +65,7 @@ class Model:
     device: jax.Device
     policy: str
     optimism: Optimism
+    pace: Pace = dataclasses.field(default_factory=Pace)
     warm: set[tuple] = dataclasses.field(default_factory=set)
     controllers: dict[tuple[str, int], DepthController] = dataclasses.field(default_factory=dict)
     progress: Progress | None = None
@@ -82,6 +85,7 @@ class Model:
             recorder=recorder,
             trace=trace,
             optimism=self.optimism,
+            pace=self.pace,
             device=self.device,
         )
 
@@ -165,10 +169,12 @@ class Model:
             self.warm.clear()
             self.controllers.clear()
             self.optimism = Optimism()
+            self.pace = Pace()
 
     def reset_cache(self) -> None:
         """Forgets what was learnt and fills the slots as `load` did."""
         self.optimism = Optimism()
+        self.pace = Pace()
         self.pool.reset(_eviction(self.config, self.policy))
         self.pool.fill()
 
@@ -240,7 +246,8 @@ def load(
     experts = checkpoint.open_experts()
     stored = []
     for m, layer in enumerate(config.moe_layers):
-        params["draft"][layer_name(layer)] = checkpoint.load_draft_layer(m, on_device)
+        draft = checkpoint.load_draft_layer(m, on_device)
+        params["draft"][layer_name(layer)] = prepare_draft_layer(draft)
         stored.append(pin_layer([experts.get(m, e) for e in range(config.num_experts)], device))
         if progress is not None:
             progress("loading experts", m + 1, config.num_moe_layers)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.draft_experts import DERIVED_BYTES
 from specter_jax.checkpoint import Checkpoint
 from specter_jax.config import ModelConfig
 from specter_jax.models.decoder import DenseBlock, MoEBlock
@@ -33,7 +34,7 @@ def parameter_sizes(checkpoint: Checkpoint, itemsize: int) -> ParameterSizes:
     width, inner = config.hidden_size, config.expert_intermediate_size
     codes = config.expert_elements // _CODES_PER_BYTE
     scales = (2 * inner * width // groups.gate_up + width * inner // groups.down) * _SCALE_BYTES
-    tables = 3 * 8 * _TABLE_BYTES
+    tables = 3 * 8 * _TABLE_BYTES + DERIVED_BYTES
     return ParameterSizes(
         shared_bytes=num_shared_elements(config) * itemsize,
         draft_bytes=config.num_moe_layers * config.num_experts * (codes + scales + tables),

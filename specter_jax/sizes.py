@@ -1,5 +1,6 @@
 """Memory sizes as people write them."""
 
+import math
 import numbers
 import re
 import reprlib
@@ -43,11 +44,13 @@ def parse_size(size: str | int) -> int:
     return int(number)
 
 
-def format_size(num_bytes: int) -> str:
-    """1536 -> "1.50 KiB"."""
+def format_size(num_bytes: int, *, round_up: bool = False) -> str:
+    """1536 -> "1.50 KiB"; round_up: never less than `num_bytes`, for sizes that are demanded."""
     size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if abs(size) < 1024:
-            return f"{num_bytes} B" if unit == "B" else f"{size:.2f} {unit}"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            break
         size /= 1024
-    return f"{size:.2f} GiB"
+    if unit == "B":
+        return f"{num_bytes} B"
+    return f"{math.ceil(size * 100) / 100 if round_up else size:.2f} {unit}"

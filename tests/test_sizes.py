@@ -4,6 +4,8 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specter_jax.errors import InvalidRequestError
 from specter_jax.sizes import format_size, parse_size
@@ -59,3 +61,8 @@ def test_sizes_are_shown_in_binary_units():
         "1.00 MiB",
         "1024.00 GiB",
     ]
+
+
+@given(st.integers(0, 2**45))
+def test_a_size_rounded_up_is_enough(num_bytes):
+    assert parse_size(format_size(num_bytes, round_up=True)) >= num_bytes

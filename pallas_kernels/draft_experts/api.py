@@ -13,6 +13,9 @@ from pallas_kernels.draft_experts.config import config_for, unsupported_reason
 
 Implementation = Literal["pallas", "reference"]
 
+DERIVED_BYTES = 36
+"""Bytes an expert of what `prepare_draft_layer` adds."""
+
 
 def draft_experts(
     x: jax.Array,
@@ -49,7 +52,7 @@ def draft_experts(
 
 
 def prepare_draft_layer(layer: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """`layer` with what the kernels would derive from it in every call: 36 bytes an expert.
+    """`layer` with what the kernels would derive from it in every call.
 
     To be called once, when a layer is loaded. The codes and scales are the same arrays.
     """

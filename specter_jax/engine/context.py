@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from specter_jax.config import ModelConfig, layer_name
+from specter_jax.engine.pace import Pace
 from specter_jax.engine.programs import Programs
 from specter_jax.engine.slots import SlotPool
 from specter_jax.offload import EvictionPolicy, PolicySpec
@@ -56,6 +57,7 @@ class Context:
     recorder: StatsRecorder
     trace: Tracer
     optimism: Optimism
+    pace: Pace
     device: jax.Device
 
     @property

@@ -56,8 +56,10 @@ def draft(ctx: Context, state: DecodeState, depth: int, most: int = MAX_DEPTH) -
     cover_last = ctx.policy.prefetch == "draft" and not ctx.pool.cache.resident.all()
     num_steps = useful + cover_last
     elb = ExpertLookaheadBuffer(ctx.config.num_moe_layers, ctx.config.num_experts)
-    # Nothing to fetch on the way: one meeting with the host at the end is enough.
-    chunk_tokens = ctx.runtime.chunk_tokens if cover_last else num_steps
+    # Where nothing is fetched on the way, one meeting with the host at the end is enough.
+    chunk_tokens = _chunk_tokens(ctx, num_steps) if cover_last else num_steps
+    begin, pauses = ctx.recorder.clock(), ctx.recorder.boundary_ms
+    bytes_before = ctx.pool.bytes_moved
     prefetcher = _Prefetcher(ctx, num_steps)
     tokens, experts, probs = [], [], []
     # On the device like every later one: another kind of argument would be another program.
@@ -79,12 +81,28 @@ def draft(ctx: Context, state: DecodeState, depth: int, most: int = MAX_DEPTH) -
         snapshot = elb.snapshot()
         with ctx.recorder.timed("boundary_ms"):
             prefetcher.boundary(snapshot, np.stack(experts, 2), len(tokens))
+    pauses = ctx.recorder.boundary_ms - pauses
+    ctx.pace.observe(
+        loads=(ctx.pool.bytes_moved - bytes_before) // ctx.pool.store.expert_bytes,
+        steps=num_steps,
+        draft_ms=(ctx.recorder.clock() - begin) * 1e3 - pauses,
+    )
     return Drafted(
         tokens=np.pad(np.stack(tokens[:useful], 1), ((0, 0), (0, depth - useful))),
         experts=np.stack(experts, 2),
         probs=tuple(probs[:useful]),
         predicted=snapshot,
         num_drafted=np.where(state.active, useful, 0).astype(np.int32),
+    )
+
+
+def _chunk_tokens(ctx: Context, num_steps: int) -> int:
+    """Draft steps between two meetings with the host."""
+    return ctx.pace.chunk(
+        num_steps,
+        ctx.runtime.chunk_tokens,
+        in_flight=ctx.pool.max_in_flight,
+        load_ms=ctx.pool.load_ms,
     )
 
 

@@ -83,6 +83,8 @@ class LookaheadEviction:
         self._vote: tuple[np.ndarray, float] | None = None
         self._vote_is_current = False
         self._chance_now: np.ndarray | None = None
+        # The last answer of `retention`, as long as nothing has been reported since.
+        self._retention: tuple[int, np.ndarray] | None = None
         self._features = np.zeros((*shape, len(INITIAL_WEIGHTS)))
         self._turns = np.ones(shape)  # M / v, in layers
 
@@ -94,6 +96,7 @@ class LookaheadEviction:
         routing: np.ndarray | None = None,
     ) -> None:
         """A new sweep is coming; see `EvictionPolicy`."""
+        self._retention = None
         self._used[:] = False
         self._executed[:] = False
         self._asked = False
@@ -111,6 +114,7 @@ class LookaheadEviction:
         routing: np.ndarray | None = None,
     ) -> None:
         """The prediction grew; the arithmetic waits until `retention` asks for it."""
+        self._retention = None
         self._predicted = np.array(predicted, bool)
         self._coverage = float(coverage)
         if routing is not None:
@@ -122,6 +126,7 @@ class LookaheadEviction:
 
     def observe_layer(self, layer: int, used: np.ndarray) -> None:
         """The sweep uses these experts in this layer."""
+        self._retention = None
         self._used[layer, np.asarray(used, np.int64)] = True
         self._executed[layer] = True
         # A complete prediction is as good as the observation; a partial one is not.
@@ -132,6 +137,7 @@ class LookaheadEviction:
         self, committed: np.ndarray | None = None, *, routing: np.ndarray | None = None
     ) -> None:
         """Learn from the sweep: weights, averages of use, history."""
+        self._retention = None
         # Without evictions nobody asked, and there is nothing to learn from.
         if self._asked:
             if self._stale.any():
@@ -161,13 +167,18 @@ class LookaheadEviction:
         self._asked = True
         if self._stale.any():
             self._refresh()
+        if self._retention is not None and self._retention[0] == next_layer:
+            return self._retention[1]
         ahead = self._layer - next_layer
         distance = self._turns + DISTANCE_WEIGHT * ahead
         to_come = ahead >= 0
         if self._coverage < 1:
             rest = np.where(to_come, self._rest(), 0.0)
             distance = rest * ahead + (1 - rest) * distance
-        return -np.where(self._predicted & to_come, ahead, distance)
+        retention = -np.where(self._predicted & to_come, ahead, distance)
+        retention.flags.writeable = False
+        self._retention = (next_layer, retention)
+        return retention
 
     def chance(self) -> np.ndarray:
         """float [M, E]: estimated chance that the sweep after this one uses each expert."""

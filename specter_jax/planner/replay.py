@@ -17,6 +17,7 @@ from specter_jax.controller import AUTO, DepthController, parse_depth
 from specter_jax.engine.batch import Batch
 from specter_jax.engine.context import Context, Optimism
 from specter_jax.engine.decode import decode
+from specter_jax.engine.pace import Pace
 from specter_jax.errors import InvalidRequestError
 from specter_jax.offload import DEFAULT_POLICY, get_policy, make_eviction
 from specter_jax.planner.device import Device, SpanCosts, Store, TimedPool
@@ -85,6 +86,7 @@ def replay(
         max_context=trace.prompt_tokens + outputs,
     )
     controller, optimism, recorders = DepthController(fixed=fixed), Optimism(), []
+    pace = Pace()
     for programs.prompt in range(trace.num_prompts):
         recorder = StatsRecorder(clock=device.clock)
         ctx = Context(
@@ -98,6 +100,7 @@ def replay(
             recorder=recorder,
             trace=SpanCosts(device),
             optimism=optimism,
+            pace=pace,
             device=pool.device,
         )
         pool.trace = ctx.trace
