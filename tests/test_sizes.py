@@ -63,6 +63,6 @@ def test_sizes_are_shown_in_binary_units():
     ]
 
 
-@given(st.integers(0, 2**45))
+@given(st.integers(1, 2**45))
 def test_a_size_rounded_up_is_enough(num_bytes):
     assert parse_size(format_size(num_bytes, round_up=True)) >= num_bytes
