@@ -277,7 +277,7 @@ def test_file_that_cannot_be_written_further_is_named(
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, hard))  # fails within an expert file
     try:
-        assert main([str(source), str(out)]) == 2
+        assert main([str(source), str(out), "--expert-format", "plain"]) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     message = capsys.readouterr().err
@@ -335,7 +335,7 @@ print(peaks[1] - peaks[0], written)
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    # A model of 10 layers after one of 2: 24 MiB of experts and 6 MiB of draft a layer. What is
+    # A model of 10 layers after one of 2: 12 MiB of experts and 6 MiB of draft a layer. What is
     # held is one layer's draft and one expert, so the larger model may take hardly more.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     finished = subprocess.run(
@@ -348,5 +348,5 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     )
     assert finished.returncode == 0, finished.stderr
     growth_mib, written_mib = map(float, finished.stdout.split())
-    assert written_mib > 200
+    assert written_mib > 100
     assert growth_mib < 16
