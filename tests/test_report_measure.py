@@ -30,6 +30,7 @@ SMALLEST = Settings(
     routing_batches=(1, 2),
     prefill_tokens=(16,),
     draft_batches=(1,),
+    passes=1,
     repeats=1,
 )
 TASKS = tuple(Task(name=task.name, prompts=task.prompts[:2]) for task in BUILT_IN[:2])

@@ -65,8 +65,8 @@ CATALOGUE = (
         "depth",
         "Figure 7",
         "Time per token over depth",
-        "The lookahead policy, one sequence. Auto is measured in a second pass, after one in which "
-        "it tried the depths.",
+        "The lookahead policy, one sequence. Auto has tried the depths in a pass before. The "
+        "fastest of several passes counts, here and in figures 14 and 15.",
         draw_depth,
     ),
     Entry(

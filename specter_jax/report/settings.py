@@ -20,6 +20,7 @@ class Settings:
     batches, routing_batches: sequences decoded together, for time and for routing; batch_depth: of
         the former, since `auto` would compile six depths for every batch size.
     prefill_tokens: prompt lengths. draft_batches: of the draft's expert formats.
+    passes: times that a generation is timed, of which the fastest counts.
     repeats: calls of a program that is timed alone, of which the fastest counts.
     dtype: of computation, "float32" or "bfloat16".
     """
@@ -39,6 +40,7 @@ class Settings:
     routing_batches: tuple[int, ...] = (1, 2, 4, 8)
     prefill_tokens: tuple[int, ...] = (32, 128, 512, 1024)
     draft_batches: tuple[int, ...] = (1, 4, 16)
+    passes: int = 2
     repeats: int = 20
     dtype: str = "float32"
 
@@ -61,6 +63,7 @@ QUICK = Settings(
     routing_batches=(1, 2),
     prefill_tokens=(32, 128),
     draft_batches=(1,),
+    passes=1,
     repeats=7,
 )
 """Minutes, not a quarter of an hour; the same figures from fewer prompts, budgets and batches."""
