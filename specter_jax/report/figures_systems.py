@@ -18,13 +18,14 @@ from specter_jax.report.style import (
     legend_below,
     line_style,
     listed,
+    log_axis,
     places,
     svg_of,
 )
 
 Records = list[dict[str, Any]]
 
-WIDE_RANGE = 12.0
+WIDE_RANGE = 30.0
 """Ratio of the largest to the smallest bar above which bars are shown on a logarithmic axis."""
 ALL = "geometric mean"
 
@@ -91,7 +92,7 @@ def _end_to_end_bars(axes: Any, records: Records, where: dict[str, int]) -> None
         axes.bar(x, list(times.values()), width, label=system, **bar_style(where[system]))
     values = [record["tpot_ms"] for record in records]
     if max(values) > WIDE_RANGE * min(values):
-        axes.set_yscale("log")
+        log_axis(axes)
     if len(datasets) > 1:
         axes.axvline(len(datasets) - 0.5, color=GREY, linewidth=0.8, linestyle=":")
     axes.set_xticks(range(len(groups)), groups, rotation=35, ha="right", fontsize=7)
@@ -240,8 +241,8 @@ def draw_planner(records: Records) -> Panel:
     span = np.array([min(times) * 0.9, max(times) * 1.1])
     scatter.plot(span, span, color=BLACK, linewidth=0.8, label="equal")
     scatter.fill_between(span, span * 0.8, span * 1.2, color=GREY, alpha=0.2, label="within 20 %")
-    scatter.set_xscale("log")
-    scatter.set_yscale("log")
+    log_axis(scatter, "x")
+    log_axis(scatter, "y")
     scatter.set_xlabel("measured time per token, ms")
     scatter.set_ylabel("predicted time per token, ms")
     errors = {

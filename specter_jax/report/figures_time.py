@@ -16,6 +16,7 @@ from specter_jax.report.style import (
     legend_below,
     line_style,
     listed,
+    log_axis,
     places,
     svg_of,
 )
@@ -50,6 +51,7 @@ def draw_depth(records: Records) -> Panel:
                     ha="right",
                     fontsize=7,
                     color=style["color"],
+                    bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1},
                 )
         axes.set_ylim(bottom=0)
         even_ticks(axes, depths, "depth (0: plain decoding)")
@@ -121,9 +123,7 @@ def draw_prefill(records: Records) -> Panel:
             peaks = [(at, peak / unit) for at, peak in peaks if peak]
             below[column].plot(*zip(*peaks, strict=True), label=label, **style) if peaks else None
         above[column].set_title(model)
-        above[column].set_yscale("log")
-        above[column].yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        above[column].yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
+        log_axis(above[column])
         below[column].set_ylim(bottom=0)
         for axes in (above[column], below[column]):
             even_ticks(axes, lengths, "prompt, tokens")
@@ -210,7 +210,7 @@ def _format_bars(axes: Any, records: Records, formats: dict, field: str, shown: 
 def draw_verification(records: Records) -> Panel:
     """Figure 12: one layer's experts for all positions of a verification, in different orders."""
     models = grouped(records, "model")
-    orders = {name: place for place, name in enumerate(grouped(records, "order"))}
+    orders = places(record["order"] for record in records)
     figure, (row,) = grid(1, len(models), 3.0)
     parts = []
     for axes, (model, ours) in zip(row, models.items(), strict=True):

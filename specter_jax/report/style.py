@@ -40,6 +40,8 @@ PLACES = {
     "mo": 4,
     "lru": 4,
     "transformers": 5,
+    "expert-wise": 0,
+    "token-wise": 1,
 }
 
 WIDTHS = {1: 5.2, 2: 8.5}
@@ -158,6 +160,17 @@ def even_ticks(axes: Axes, values: Sequence[Any], label: str) -> None:
     """Marks values that stand at equal distances 0, 1, ... on the x axis."""
     axes.set_xticks(range(len(values)), [str(value) for value in values])
     axes.set_xlabel(label)
+
+
+def log_axis(axes: Axes, axis: str = "y") -> None:
+    """Makes an axis logarithmic, with plain numbers at 1, 2 and 5 of each decade."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    getattr(axes, f"set_{axis}scale")("log")
+    scale = getattr(axes, f"{axis}axis")
+    scale.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    scale.set_major_formatter(lambda value, _: f"{value:g}")
+    scale.set_minor_locator(NullLocator())
 
 
 def legend_below(figure: Figure, axes: Axes, columns: int = 7) -> None:
