@@ -17,7 +17,7 @@ from pallas_kernels.nested_ffn.config import NestedFFNConfig, config_for, unsupp
 from pallas_kernels.nested_ffn.pallas_triton import nested_ffn
 
 SIZES = cases.Sizes(hidden=64, inner=96, num_experts=4, top_k=2, group=32)
-SMALL = NestedFFNConfig(block_rows=8, block_out=16, block_in=32, escapes=1)
+SMALL = NestedFFNConfig(block_rows=8, block_out=16, block_in=32, quads=1)
 FLOAT32 = 1e-5  # sums of up to 96 float32 products
 BFLOAT16 = 1e-2  # eight bits of inputs, twice
 SLOTS = SIZES.num_experts + 1
@@ -96,7 +96,7 @@ def test_matches_float64_in_bfloat16_with_groups_narrower_than_a_step():
     plain, slots, slot_row, draft = experts_of("heavy", 8)
     rows = random_rows(ROWS)
     expected = cases.ffn_float64(*rows, plain, np.arange(SIZES.num_experts))
-    config = NestedFFNConfig(block_rows=16, block_out=16, block_in=16, escapes=3)
+    config = NestedFFNConfig(block_rows=16, block_out=16, block_in=16, quads=2)
     value = run(*rows, slots, slot_row, draft, dtype=jnp.bfloat16, config=config)
     assert cases.error(value, expected) < BFLOAT16
 
@@ -182,7 +182,7 @@ def test_only_row_blocks_depend_on_the_number_of_rows():
         for rows in (1, 544)
     ]
     assert shapes[0].block_rows < shapes[1].block_rows
-    assert len({(s.block_out, s.block_in, s.escapes, s.num_warps) for s in shapes}) == 1
+    assert len({(s.block_out, s.block_in, s.quads, s.num_warps) for s in shapes}) == 1
 
 
 def test_sizes_that_do_not_fit_are_refused():

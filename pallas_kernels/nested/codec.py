@@ -61,23 +61,22 @@ def encode(packed: np.ndarray, gate_up_scales: np.ndarray, down_scales: np.ndarr
         (bits[split:].reshape(hidden, inner), down_scales, remainders[split:]),
     )
     escapes = [_encode_matrix(*part) for part in parts]
-    counts, positions, highs = (np.concatenate(columns) for columns in zip(*escapes, strict=True))
+    counts, listed = (np.concatenate(columns) for columns in zip(*escapes, strict=True))
 
-    layout = NestedLayout(hidden, inner, padded_capacity(len(positions)))
+    layout = NestedLayout(hidden, inner, padded_capacity(len(listed)))
     words = np.zeros(layout.num_words, "<i4")
     words[: layout.row_starts].view(np.uint8)[:] = remainders
     _row_starts(words, layout)[1:] = np.cumsum(counts)
-    _positions(words, layout)[: len(positions)] = positions
-    _highs(words, layout)[: len(highs)] = highs
+    words[layout.escapes :][: len(listed)] = listed
     return words
 
 
 def _encode_matrix(
     bits: np.ndarray, scales: np.ndarray, remainders: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Fills `remainders`; returns each row's number of escapes, their positions and high bits."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Fills `remainders`; returns each row's number of escapes, and their words."""
     num_rows, num_in = bits.shape
-    counts, positions, highs = [], [], []
+    counts, listed = [], []
     rows = max(1, _BLOCK_ELEMENTS // num_in)
     for start in range(0, num_rows, rows):
         magnitudes = bits[start : start + rows] & np.uint16(_MAGNITUDE_MASK)
@@ -85,13 +84,12 @@ def _encode_matrix(
         block = remainders[start * num_in : (start + rows) * num_in]
         np.copyto(block, distances.reshape(-1), casting="unsafe")
         places = np.flatnonzero(distances >= REMAINDERS)
-        escaped = magnitudes.reshape(-1)[places]
-        block[places] = escaped.astype(np.uint8)
+        block[places] = 0
         row, position = np.divmod(places, num_in)
         counts.append(np.bincount(row, minlength=len(magnitudes)))
-        positions.append(position.astype(np.uint16))
-        highs.append((escaped >> 8).astype(np.uint8))
-    return np.concatenate(counts), np.concatenate(positions), np.concatenate(highs)
+        escaped = bits[start : start + rows].reshape(-1)[places].astype(np.uint32)
+        listed.append(escaped << 16 | position.astype(np.uint32))
+    return np.concatenate(counts), np.concatenate(listed).view(np.int32)
 
 
 def _bases(scales: np.ndarray) -> np.ndarray:
@@ -115,14 +113,6 @@ def _remainders(magnitudes: np.ndarray, bases: np.ndarray) -> np.ndarray:
 
 def _row_starts(words: np.ndarray, layout: NestedLayout) -> np.ndarray:
     return words[layout.row_starts :][: layout.num_rows + 1]
-
-
-def _positions(words: np.ndarray, layout: NestedLayout) -> np.ndarray:
-    return words[layout.positions : layout.highs].view("<u2")
-
-
-def _highs(words: np.ndarray, layout: NestedLayout) -> np.ndarray:
-    return words[layout.highs : layout.num_words].view(np.uint8)
 
 
 def num_escapes(words: np.ndarray, layout: NestedLayout) -> int:
@@ -152,11 +142,9 @@ def with_capacity(
         )
     if out is None:
         out = np.empty(new.num_words, "<i4")
-    out[: new.positions] = words[: new.positions]
-    for section in (_positions, _highs):
-        target = section(out, new)
-        target[:count] = section(words, old)[:count]
-        target[count:] = 0
+    end = new.escapes + count
+    out[:end] = words[:end]
+    out[end:] = 0
     return out
 
 
@@ -178,14 +166,13 @@ def decode_numpy(
         bases.append(np.take_along_axis(_bases(scales), grouped, axis=-1).reshape(-1))
     signs = (np.concatenate(nibbles) >> 3).astype(np.uint16) << 15
     remainders = np.ascontiguousarray(words[: layout.row_starts]).view(np.uint8)
-    magnitudes = np.concatenate(bases) + remainders
+    bits = signs | (np.concatenate(bases) + remainders)
 
     starts = _row_starts(words, layout)
     rows = np.repeat(np.arange(layout.num_rows), np.diff(starts))
-    places = _row_offsets(layout)[rows] + _positions(words, layout)[: len(rows)]
-    highs = _highs(words, layout)[: len(rows)].astype(np.uint16)
-    magnitudes[places] = highs << 8 | remainders[places]
-    return (signs | magnitudes).view(ml_dtypes.bfloat16)
+    escapes = words[layout.escapes :][: len(rows)].view(np.uint32)
+    bits[_row_offsets(layout)[rows] + (escapes & 0xFFFF)] = escapes >> 16
+    return bits.view(ml_dtypes.bfloat16)
 
 
 def _row_offsets(layout: NestedLayout) -> np.ndarray:
@@ -224,17 +211,13 @@ def decode(
     bits = signs | (bases + remainders)
     if layout.capacity:
         starts = words[layout.row_starts :][: layout.num_rows + 1]
-        positions = _split_words(words[layout.positions : layout.highs], 16)
-        highs = _split_words(words[layout.highs :], 8)
+        positions, values = _split_words(words[layout.escapes :], 16).reshape(-1, 2).T
         numbers = jnp.arange(layout.capacity, dtype=jnp.int32)
         # Counting the rows that have begun; a row without escapes begins where the next one does.
         begun = jnp.zeros(layout.capacity, jnp.int32).at[starts[1:-1]].add(1, mode="drop")
         places = jnp.asarray(_row_offsets(layout))[jnp.cumsum(begun)]
         places = jnp.where(numbers < starts[-1], places + positions, bits.size)
-        kept = dict(mode="fill", fill_value=0)
-        escaped = signs.at[places].get(**kept) | remainders.at[places].get(**kept)
-        escaped |= highs.astype(jnp.uint16) << 8
-        bits = bits.at[places].set(escaped, mode="drop")
+        bits = bits.at[places].set(values.astype(jnp.uint16), mode="drop")
     return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
 
 

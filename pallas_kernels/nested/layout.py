@@ -17,7 +17,10 @@ closer still; the last bucket ends with `s` itself. They span less than two octa
 256 integers. The lowest bucket is counted from 256 below its end, two octaves down: `0.0075 s`.
 
 **Escapes.** What lies below that does not fit, 1.7 % of normally distributed weights. Such a weight
-keeps the low byte of its magnitude as remainder; its position and the 7 high bits go into a list.
+has remainder 0; its position and all its 16 bits go into a list. So whoever takes escapes for
+ordinary weights can correct that from the list and the group's scale alone, without a look at the
+code and the remainder among all the others: on a GPU these single bytes would cost more traffic
+than the whole list.
 
 **Tiny scales.** Products with a fraction may be subnormal if `s < 2^-120`, and processors differ in
 whether they compute these or take them for 0. There all bases are 0 instead (`LEAST_SCALE_BITS`),
@@ -29,8 +32,7 @@ An expert is one array of int32 words, little endian; R = 2F + H rows: gate, up 
 |---|---|---|
 | remainders | uint8, one a weight: gate `[F, H]`, up `[F, H]`, down `[H, F]` | 3FH / 4 |
 | row starts | int32 `[R + 1]`: escapes before each row, and all of them | R + 1, padded to 4 |
-| positions | uint16 `[capacity]`: input index within the row, ascending in a row | capacity / 2 |
-| highs | uint8 `[capacity]`: bits 8..14 of each escape's magnitude | capacity / 4 |
+| escapes | uint16 pairs `[capacity]`: input index within the row, ascending, and bits | capacity |
 
 Capacity is a multiple of 128, the same for all experts that lie in slots of one size. Unused places
 are 0.
@@ -86,9 +88,8 @@ class NestedLayout:
     @classmethod
     def from_words(cls, hidden: int, inner: int, num_words: int) -> NestedLayout:
         """Layout of an expert of `num_words` words; ValueError if no capacity gives that many."""
-        extra = num_words - cls(hidden, inner, 0).positions
-        capacity = extra * 4 // 3
-        if extra < 0 or extra * 4 % 3 or capacity % CAPACITY_STEP:
+        capacity = num_words - cls(hidden, inner, 0).escapes
+        if capacity < 0 or capacity % CAPACITY_STEP:
             raise ValueError(
                 f"no nested expert of hidden size {hidden} and inner size {inner} has "
                 f"{num_words} words"
@@ -111,19 +112,14 @@ class NestedLayout:
         return self.num_weights // 4
 
     @property
-    def positions(self) -> int:
-        """First word of the escapes' positions."""
+    def escapes(self) -> int:
+        """First word of the escapes."""
         return self.row_starts + -(-(self.num_rows + 1) // 4) * 4
-
-    @property
-    def highs(self) -> int:
-        """First word of the escapes' high bits."""
-        return self.positions + self.capacity // 2
 
     @property
     def num_words(self) -> int:
         """Words of the expert."""
-        return self.highs + self.capacity // 4
+        return self.escapes + self.capacity
 
     @property
     def bits_per_weight(self) -> float:

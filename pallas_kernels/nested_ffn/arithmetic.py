@@ -111,8 +111,8 @@ def decode_words(codes, low, high, tables, interpret):
     """Four int32 like `codes`, each the bf16 bits of two neighbouring weights of its word.
 
     codes: int32, words of eight codes. low, high: int32, remainder bytes of weights 0..3 and 4..7.
-    tables: as of `base_tables`, shapes that broadcast to that of `codes`. Escapes come out as if
-    their low bytes were remainders.
+    tables: as of `base_tables`, shapes that broadcast to that of `codes`. Escapes come out
+    as their signs and the base of bucket 0.
     """
     low_03, low_47, high_03, high_47 = (jnp.broadcast_to(table, codes.shape) for table in tables)
     selectors = codes & 0x77777777
@@ -130,23 +130,18 @@ def decode_words(codes, low, high, tables, interpret):
     return pairs
 
 
-def _float_of(bits):
-    return lax.bitcast_convert_type(bits << 16, jnp.float32)
+def escape_error(words, base, dtype):
+    """What the dense decoding of escapes lacks: their weights minus the decoded ones, float32.
 
-
-def escape_error(code, remainders, high, position, base, dtype):
-    """What the dense decoding of an escape lacks: its weight minus the decoded one, float32.
-
-    code: the word of codes that the weight is in, remainders: the word of remainder bytes, high:
-    bits 8..14 of its magnitude, position: input index, base: of bucket 0; all int32 of one shape.
-    dtype: products take this type.
+    words: the list's, with the bits of the weight in the high half; base: of bucket 0; int32 of one
+    shape. dtype: products take this type.
     """
-    low = (remainders >> ((position & 3) * 8)) & 0xFF
-    weight, decoded = _float_of(high << 8 | low), _float_of(base + low)
+    sign = words & -(1 << 31)
+    weight = lax.bitcast_convert_type(words & -(1 << 16), jnp.float32)
+    decoded = lax.bitcast_convert_type(base << 16 | sign, jnp.float32)
     if dtype == jnp.float16:
         weight, decoded = (value.astype(dtype).astype(jnp.float32) for value in (weight, decoded))
-    negative = (code >> ((position & 7) * 4)) & 8
-    return jnp.where(negative != 0, decoded - weight, weight - decoded)
+    return weight - decoded
 
 
 def fma(a, b, c, interpret):
@@ -184,7 +179,10 @@ def tile_of(pairs):
 
     tiles = []
     for pair in pairs:
-        both = [weights(pair)[..., None], weights(lax.shift_right_logical(pair, 16))[..., None]]
+        both = [
+            weights(pair)[..., None],
+            weights(lax.shift_right_logical(pair, 16))[..., None],
+        ]
         tiles.append(jnp.concatenate(both, axis=2).reshape(pair.shape[0], 2 * pair.shape[1]))
     return side_by_side(tiles)
 

@@ -10,24 +10,31 @@ from pallas_kernels.tuning import tuned_fields
 TUNED_FOLDER = Path(__file__).parent
 LEAST_BLOCK = 16  # the matrix unit's step along the inputs
 ROW_STEP = 8  # rows that escapes are applied to at once
+QUAD = 4  # escapes of one 16-byte load
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NestedFFNConfig:
     """Work of one program: a tile of weights times a block of rows.
 
-    block_rows: a power of two times `ROW_STEP`; below 16 the matrix unit takes another instruction,
-    which may round otherwise. block_out: outputs of a tile; a program has two tiles. block_in:
-    inputs decoded at once, a power of two. escapes: most escapes of a weight row that one step
-    corrects. A row's bits must not depend on how many rows there are: only `block_rows` may.
+    block_rows: a power of two times `ROW_STEP`. block_out: outputs of a tile; a program has two
+    tiles. block_in: inputs decoded at once, a power of two. quads: four times so many escapes of a
+    weight row are corrected by one step at most. A row's bits must not depend on how many rows
+    there are: only `block_rows` may.
     """
 
-    block_rows: int = 16
+    block_rows: int = 8
     block_out: int = 64
     block_in: int = 128
-    escapes: int = 4
+    quads: int = 1
     num_warps: int = 4
     num_stages: int = 3
+
+    @property
+    def product_rows(self) -> int:
+        """Rows of a product: with fewer than 16 the matrix unit would take another instruction,
+        which may round otherwise."""
+        return max(self.block_rows, 16)
 
 
 def unsupported_reason(hidden: int, inner: int, dtype_name: str) -> str | None:
@@ -65,5 +72,5 @@ def config_for(
     else:
         fields |= tuned_fields(TUNED_FOLDER, device_kind, hidden=hidden, inner=inner)
     share = num_choices / num_experts
-    fields["block_rows"] = 16 if share <= 12 else 32 if share <= 24 else 64
+    fields["block_rows"] = 8 if share <= 4 else 16 if share <= 12 else 32 if share <= 24 else 64
     return NestedFFNConfig(**fields)

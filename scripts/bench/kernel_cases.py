@@ -104,7 +104,7 @@ def nested_matrix(weights: jax.Array) -> tuple[jax.Array, ...]:
     own = sum(jnp.where(buckets == b, bases[..., b, None], 0) for b in range(8))
     remainders = (groups - own).reshape(weights.shape)
     escapes = remainders < 0
-    remainders = jnp.where(escapes, magnitudes & 0xFF, remainders)
+    remainders = jnp.where(escapes, 0, remainders)
     codes = buckets.reshape(weights.shape) | (_bits(weights) >> 15) << 3
     return _packed(codes, 4), scales, remainders, escapes
 
@@ -132,14 +132,14 @@ def nested_experts(shape: Shape, plain: jax.Array) -> tuple[jax.Array, dict[str,
         gate_up, down = matrices(packed)
         rows = jnp.concatenate([part[3].sum(1, dtype=jnp.int32) for part in (gate_up, down)])
         starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(rows, dtype=jnp.int32)])
-        starts = jnp.pad(starts, (0, layout.positions - layout.row_starts - starts.size))
+        starts = jnp.pad(starts, (0, layout.escapes - layout.row_starts - starts.size))
         escapes = jnp.concatenate([part[3].reshape(-1) for part in (gate_up, down)])
         places = jnp.nonzero(escapes, size=layout.capacity, fill_value=packed.size)[0]
         positions = jnp.where(places < split, places % hidden, (places - split) % inner)
         positions = jnp.where(places < packed.size, positions, 0).astype(jnp.int32)
-        highs = (_bits(packed) & 0x7FFF).at[places].get(mode="fill", fill_value=0) >> 8
+        values = _bits(packed).at[places].get(mode="fill", fill_value=0)
         remainders = [_packed(part[2], 8).reshape(-1) for part in (gate_up, down)]
-        parts = [*remainders, starts, _packed(positions, 16), _packed(highs, 8)]
+        parts = [*remainders, starts, values << 16 | positions]
         return jnp.concatenate(parts), gate_up[:2], down[:2]
 
     words, gate_up, down = jax.jit(lambda all_: jax.lax.map(words_of, all_))(plain)

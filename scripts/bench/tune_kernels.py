@@ -66,10 +66,7 @@ def ffn_variants() -> list[ExpertFFNConfig]:
 
 
 def nested_variants() -> list[NestedFFNConfig]:
-    return [
-        NestedFFNConfig(escapes=escapes, num_stages=stages)
-        for escapes, stages in ((4, 3), (4, 4), (3, 3), (2, 3))
-    ]
+    return [NestedFFNConfig(block_rows=8, num_stages=stages) for stages in (2, 3, 4)]
 
 
 def write_table(folder: Path, device: str, timed: dict) -> None:
