@@ -222,7 +222,7 @@ def test_an_interrupted_generation_leaves_the_model_exact(tiny_directory, monkey
 
 
 @pytest.mark.parametrize("at", [1, 4])
-@pytest.mark.parametrize("program", ["draft_step", "verify", "route", "experts", "accept"])
+@pytest.mark.parametrize("program", ["draft", "verify", "route", "experts", "accept"])
 def test_an_interrupted_program_leaves_the_model_exact(tiny_directory, monkeypatch, program, at):
     import dataclasses
 

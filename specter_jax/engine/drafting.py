@@ -24,20 +24,20 @@ class Drafted:
     """What drafting leaves for verification.
 
     tokens: int32 [B, K], of which num_drafted count; experts: int32 [M, B, S, k], routing of the S
-    positions the draft ran; probs: per token float32 [B, V] on the device, () when greedy;
+    positions the draft ran; probs: float32 [MAX_STEPS, B, V] on the device, None when greedy;
     predicted: the ELB at the end, None if nothing was drafted; num_drafted: int32 [B].
     """
 
     tokens: np.ndarray
     experts: np.ndarray | None
-    probs: tuple[jax.Array, ...]
+    probs: jax.Array | None
     predicted: Snapshot | None
     num_drafted: np.ndarray
 
 
 def no_draft(batch: int) -> Drafted:
     """Plain decoding: nothing drafted."""
-    return Drafted(np.zeros((batch, 0), np.int32), None, (), None, np.zeros(batch, np.int32))
+    return Drafted(np.zeros((batch, 0), np.int32), None, None, None, np.zeros(batch, np.int32))
 
 
 def draft(ctx: Context, state: DecodeState, depth: int, most: int = MAX_DEPTH) -> Drafted:
@@ -61,22 +61,28 @@ def draft(ctx: Context, state: DecodeState, depth: int, most: int = MAX_DEPTH) -
     begin, pauses = ctx.recorder.clock(), ctx.recorder.boundary_ms
     bytes_before = ctx.pool.bytes_moved
     prefetcher = _Prefetcher(ctx, num_steps)
-    tokens, experts, probs = [], [], []
+    tokens, experts = [], []
+    probs = None if state.draws is None else ctx.programs.empty_probs(state.batch)
     # On the device like every later one: another kind of argument would be another program.
     last = ctx.programs.place(state.last)
     while len(tokens) < num_steps:
         first = len(tokens)
+        count = min(chunk_tokens, num_steps - first)
         with ctx.trace.span("draft", "chunk", first=first):
-            chunk = []
-            for position in range(first, min(first + chunk_tokens, num_steps)):
-                step, state.kv = ctx.programs.draft_step(
-                    ctx.params, state.kv, last, state.lengths + position, state.active, state.draws
-                )
-                last = step.last
-                chunk.append(step)
-            tokens += [np.asarray(step.tokens) for step in chunk]
-            experts += [np.asarray(step.experts) for step in chunk]
-        probs += [step.probs for step in chunk if step.probs is not None]
+            chunk, state.kv, probs = ctx.programs.draft(
+                ctx.params,
+                state.kv,
+                probs,
+                last,
+                state.lengths,
+                state.active,
+                np.int32(first),
+                np.int32(count),
+                state.draws,
+            )
+            last = chunk.last
+            tokens += list(np.asarray(chunk.tokens)[:count])
+            experts += list(np.asarray(chunk.experts)[:count])
         elb.add(np.stack(experts[first:], 2))
         snapshot = elb.snapshot()
         with ctx.recorder.timed("boundary_ms"):
@@ -90,7 +96,7 @@ def draft(ctx: Context, state: DecodeState, depth: int, most: int = MAX_DEPTH) -
     return Drafted(
         tokens=np.pad(np.stack(tokens[:useful], 1), ((0, 0), (0, depth - useful))),
         experts=np.stack(experts, 2),
-        probs=tuple(probs[:useful]),
+        probs=probs,
         predicted=snapshot,
         num_drafted=np.where(state.active, useful, 0).astype(np.int32),
     )

@@ -19,6 +19,7 @@ from specter_jax import models
 from specter_jax.acceptance import Accepted, accept_greedy, accept_sampled
 from specter_jax.config import ModelConfig
 from specter_jax.engine.store import device_sharding, host_sharding
+from specter_jax.runtime_config import MAX_DEPTH
 from specter_jax.sampling import DRAFT_STREAM, filtered_probs, greedy, sample, stream_keys
 
 KV = Any
@@ -38,19 +39,21 @@ class Draws:
     top_p: jax.Array
 
 
-@flax.struct.dataclass
-class DraftStep:
-    """What one draft step gives.
+MAX_STEPS = MAX_DEPTH + 1
+"""Most draft steps of an iteration: the greatest depth, and one for the last position's routing."""
 
-    tokens: int32 [B], host; experts: int32 [M, B, k], host;
-    last: `tokens` again, on the device, the input of the next step;
-    probs: float32 [B, V], device, what each token was drawn from (None when greedy).
+
+@flax.struct.dataclass
+class DraftChunk:
+    """What some draft steps give; rows past the number of steps mean nothing.
+
+    tokens: int32 [MAX_STEPS, B], host; experts: int32 [MAX_STEPS, M, B, k], host;
+    last: int32 [B], device, the last step's tokens, the input of the next chunk.
     """
 
     tokens: jax.Array
     experts: jax.Array
     last: jax.Array
-    probs: jax.Array | None
 
 
 @flax.struct.dataclass
@@ -72,7 +75,10 @@ class Verified:
 class Programs:
     """Jitted functions of one model on one device; each compiles once per shape bucket.
 
-    draft_step(params, kv, tokens [B], lengths [B], active [B], draws) -> (DraftStep, kv)
+    draft(params, kv, probs, last [B], lengths [B], active [B], first, count, draws)
+        -> (DraftChunk, kv, probs), steps first .. first + count - 1; probs float32
+        [MAX_STEPS, B, V], what each step's token was drawn from, None when greedy
+    empty_probs(batch) -> probs for an iteration's first chunk (static batch)
     verify(params, kv, slots, slot_table, tokens [B, T], lengths, num_drafted [B], active, probs,
         draws) -> (Verified, kv)
     embed(shared, tokens) -> hidden
@@ -89,7 +95,8 @@ class Programs:
     hidden_at(hidden [M, B, T, H], m) -> [B, T, H]
     """
 
-    draft_step: Any
+    draft: Any
+    empty_probs: Any
     verify: Any
     embed: Any
     dense: Any
@@ -114,18 +121,21 @@ def judge(
     tokens: jax.Array,
     lengths: jax.Array,
     num_drafted: jax.Array,
-    probs: tuple[jax.Array, ...],
+    probs: jax.Array | None,
     draws: Draws | None,
 ) -> Accepted:
     """Greedy acceptance without `draws`, speculative rejection sampling with them.
 
     logits: float32 [B, T, V]; tokens: int32 [B, T], the last committed one, then the drafted;
-    probs: the draft steps' `probs`, T - 1 of [B, V], or () where nothing was drafted.
+    probs: float32 [at least T - 1, B, V], the draft steps', or None where nothing was drafted.
     """
     drafted = tokens[:, 1:]
     if draws is None:
         return accept_greedy(logits, drafted, num_drafted)
-    draft_probs = jnp.stack(probs, 1) if probs else jnp.zeros_like(logits[:, :-1])
+    if probs is None:
+        draft_probs = jnp.zeros_like(logits[:, :-1])
+    else:
+        draft_probs = jnp.swapaxes(probs[: drafted.shape[1]], 0, 1)
     return accept_sampled(
         logits,
         drafted,
@@ -139,14 +149,28 @@ def judge(
     )
 
 
-def _draft_step(config, params, kv, tokens, lengths, active, draws):
-    logits, experts, kv = models.draft_step(config, params, kv, tokens, lengths, active)
-    if draws is None:
-        tokens, probs = greedy(logits), None
-    else:
-        probs = filtered_probs(logits, draws.temperature, draws.top_k, draws.top_p)
-        tokens = sample(probs, stream_keys(draws.keys, lengths + 1, DRAFT_STREAM))
-    return DraftStep(tokens=tokens, experts=experts, last=tokens, probs=probs), kv
+def _draft(config, params, kv, probs, last, lengths, active, first, count, draws):
+    # A loop: one program for any number of steps, and one dispatch, which costs the host about as
+    # much as a step takes the device, because it grows with the number of arrays.
+    batch = last.shape[0]
+    tokens = jnp.zeros((MAX_STEPS, batch), jnp.int32)
+    experts = jnp.zeros((MAX_STEPS, config.num_moe_layers, batch, config.top_k), jnp.int32)
+
+    def step(i, carry):
+        kv, probs, last, tokens, experts = carry
+        at = lengths + first + i
+        logits, chosen, kv = models.draft_step(config, params, kv, last, at, active)
+        if draws is None:
+            last = greedy(logits)
+        else:
+            drawn_from = filtered_probs(logits, draws.temperature, draws.top_k, draws.top_p)
+            last = sample(drawn_from, stream_keys(draws.keys, at + 1, DRAFT_STREAM))
+            probs = probs.at[first + i].set(drawn_from)
+        return kv, probs, last, tokens.at[i].set(last), experts.at[i].set(chosen)
+
+    carry = (kv, probs, last, tokens, experts)
+    kv, probs, last, tokens, experts = jax.lax.fori_loop(0, count, step, carry)
+    return DraftChunk(tokens=tokens, experts=experts, last=last), kv, probs
 
 
 def _verify(
@@ -182,6 +206,10 @@ def _route(config, layer, prompt, params, kv_layer, hidden, lengths, mask, next_
     return routed, (routed.experts, routed.next_experts), kv_layer
 
 
+def _empty_probs(config, batch):
+    return jnp.zeros((MAX_STEPS, batch, config.vocab_size), jnp.float32)
+
+
 def _zeros(config, routed):
     return jnp.zeros(routed.moe_input.shape, jnp.float32)
 
@@ -199,7 +227,7 @@ def _accept(config, shared, hidden, tokens, lengths, num_drafted, probs, draws):
 def _first_token(config, shared, hidden, last, lengths, draws):
     logits = models.last_logits(config, shared, hidden, last)[:, None]
     no_draft = jnp.zeros((logits.shape[0], 1), jnp.int32)
-    return judge(logits, no_draft, lengths - 1, jnp.zeros_like(lengths), (), draws).tokens[:, 0]
+    return judge(logits, no_draft, lengths - 1, jnp.zeros_like(lengths), None, draws).tokens[:, 0]
 
 
 _GPU_OPTIONS = {"xla_gpu_autotune_level": 0}
@@ -225,14 +253,15 @@ def build_programs(config: ModelConfig, compute_dtype: str, device: jax.Device) 
             compiler_options=options,
         )
 
-    step_out = DraftStep(tokens=host, experts=host, last=dev, probs=dev)
+    chunk_out = DraftChunk(tokens=host, experts=host, last=dev)
     verified_out = Verified(tokens=host, num_accepted=host, experts=host, misses=host, hidden=dev)
 
     def embed(config, shared, tokens):
         return models.embed(config, shared, tokens, dtype)
 
     return Programs(
-        draft_step=jitted(_draft_step, donate=(1,), out=(step_out, dev)),
+        draft=jitted(_draft, donate=(1, 2), out=(chunk_out, dev, dev)),
+        empty_probs=jitted(_empty_probs, static=(0,)),
         verify=jitted(_verify, donate=(1,), out=(verified_out, dev)),
         embed=jitted(embed),
         dense=jitted(_dense, donate=(3,), static=(0, 1)),

@@ -69,11 +69,7 @@ def _warm_commits(ctx: Context) -> None:
 
 
 def _compile_side_by_side(ctx: Context, batch: Batch, depths: Sequence[int]) -> None:
-    """Compiles what takes long, in threads.
-
-    Left to the run that follows: small programs, and verification with sampling, whose arguments
-    only a draft step can make.
-    """
+    """Compiles what takes long, in threads; small programs are left to the run that follows."""
     state = DecodeState(
         kv=empty_kv(ctx, batch),
         lengths=np.array(batch.lengths, np.int32),
@@ -83,13 +79,12 @@ def _compile_side_by_side(ctx: Context, batch: Batch, depths: Sequence[int]) -> 
     )
     jobs: list[Job] = []
     if any(depths):
-        jobs.append((ctx.programs.draft_step, _draft_arguments(ctx, state)))
+        jobs.append((ctx.programs.draft, _draft_arguments(ctx, state)))
     widths = [(width, True) for width in sorted(set(batch.widths(ctx.runtime)))]
     for depth in depths:
-        drafted = _nothing_drafted(state, depth, ())
+        drafted = _nothing_drafted(ctx, state, depth)
         tokens = verify_tokens(state, drafted)
-        if state.draws is None or depth == 0:
-            jobs.append((ctx.programs.verify, verify_arguments(ctx, state, drafted, tokens)))
+        jobs.append((ctx.programs.verify, verify_arguments(ctx, state, drafted, tokens)))
         widths.append((tokens.shape[1], False))
     routes = [
         (ctx.programs.route, _route_arguments(ctx, state, width, m, prompt))
@@ -194,21 +189,26 @@ def _run_experts(ctx: Context, state: DecodeState, num_tokens: int, *, prompt: b
 
 def _draft_arguments(ctx: Context, state: DecodeState) -> tuple[Any, ...]:
     last = ctx.programs.place(state.last)
-    return ctx.params, state.kv, last, state.lengths, state.active, state.draws
+    draw = (state.lengths, state.active, np.int32(0), np.int32(1), state.draws)
+    return ctx.params, state.kv, _probs(ctx, state), last, *draw
 
 
-def _draft(ctx: Context, state: DecodeState) -> Any:
-    """One draft step; its probabilities, or None."""
-    step, state.kv = ctx.programs.draft_step(*_draft_arguments(ctx, state))
-    return step.probs
+def _probs(ctx: Context, state: DecodeState) -> Any:
+    """What sampled drafting carries along; None when greedy."""
+    return None if state.draws is None else ctx.programs.empty_probs(state.batch)
 
 
-def _nothing_drafted(state: DecodeState, depth: int, probs: tuple[Any, ...]) -> Drafted:
+def _draft(ctx: Context, state: DecodeState) -> None:
+    """One draft step."""
+    _, state.kv, _ = ctx.programs.draft(*_draft_arguments(ctx, state))
+
+
+def _nothing_drafted(ctx: Context, state: DecodeState, depth: int) -> Drafted:
     """As if `depth` tokens had been drafted."""
     return Drafted(
         tokens=np.zeros((state.batch, depth), np.int32),
         experts=None,
-        probs=probs,
+        probs=_probs(ctx, state) if depth else None,
         predicted=None,
         num_drafted=np.full(state.batch, depth, np.int32),
     )
@@ -216,8 +216,7 @@ def _nothing_drafted(state: DecodeState, depth: int, probs: tuple[Any, ...]) -> 
 
 def _run_verification(ctx: Context, state: DecodeState, depth: int) -> None:
     """Both ways of verifying at `depth`, and resuming the one by the other."""
-    sampled = state.draws is not None and depth > 0
-    drafted = _nothing_drafted(state, depth, (_draft(ctx, state),) * depth if sampled else ())
+    drafted = _nothing_drafted(ctx, state, depth)
     tokens = verify_tokens(state, drafted)
     resident = ctx.pool.cache.resident
     out = one_program(ctx, state, drafted, tokens)

@@ -42,18 +42,19 @@ class ReplayPrograms:
         self._timing = device.timing
         self.prompt = 0
 
-    def draft_step(self, params, kv, tokens, lengths, active, draws):
-        """The draft's choices where the sequence stands."""
-        position = int(lengths[0])
-        experts = self._trace.draft_experts[:, self.prompt, None, position].astype(np.int32)
-        moment = self._device.dispatch(self._timing.draft_step(experts[:, 0].size))
-        step = SimpleNamespace(
-            tokens=HostResult(np.zeros(1, np.int32), moment),
+    def draft(self, params, kv, probs, last, lengths, active, first, count, draws):
+        """The draft's choices from where the sequence stands."""
+        position = int(lengths[0]) + int(first)
+        steps = self._trace.draft_experts[:, self.prompt, position : position + int(count)]
+        experts = np.moveaxis(steps, 1, 0)[:, :, None].astype(np.int32)
+        seconds = sum(self._timing.draft_step(step.size) for step in experts)
+        moment = self._device.dispatch(seconds)
+        chunk = SimpleNamespace(
+            tokens=HostResult(np.zeros((int(count), 1), np.int32), moment),
             experts=HostResult(experts, moment),
             last=None,
-            probs=None,
         )
-        return step, kv
+        return chunk, kv, probs
 
     def verify(self, params, kv, slots, slot_table, tokens, lengths, num_drafted, *rest):
         """All layers at once."""
