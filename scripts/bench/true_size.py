@@ -58,11 +58,11 @@ def source_directory(data: Path, model: str) -> Path:
     raise SystemExit(f"{data / name}: no such directory; it must hold the small checkpoint")
 
 
-def true_config(data: Path, model: str) -> dict[str, Any]:
-    """`config.json` of the model at its true size."""
+def true_config(data: Path, model: str, num_layers: int | None = None) -> dict[str, Any]:
+    """`config.json` of the model at its true size, or with fewer layers."""
     stretch = _stretch(data)
     source = stretch.read_config(source_directory(data, model))
-    return stretch.target_config(source, model, vocab=MODELS[model].vocab)
+    return stretch.target_config(source, model, vocab=MODELS[model].vocab, num_layers=num_layers)
 
 
 def model_config(data: Path, model: str) -> ModelConfig:
@@ -71,11 +71,11 @@ def model_config(data: Path, model: str) -> ModelConfig:
 
 
 def true_checkpoint(
-    data: Path, model: str, *, expert_format: str, num_workers: int
+    data: Path, model: str, *, expert_format: str, num_workers: int, num_layers: int | None = None
 ) -> InMemoryCheckpoint:
     """The model, converted while it is loaded; make it before anything starts the GPU."""
     source = source_directory(data, model)
-    config = true_config(data, model)
+    config = true_config(data, model, num_layers)
     stretched = _stretch(data).Stretch(source, config, seed=0)
 
     def lazy(name: str) -> LazyTensor:
