@@ -49,6 +49,8 @@ def model(tiny_directory):
 def report(tiny_directory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure_runs, "AUTO", 2)
+        # Other tests of this process may count what is compiled.
+        patch.setattr(evaluation.jax, "clear_caches", lambda: None)
         patch.setattr(measure_runs, "HIT_RATE_POLICIES", POLICIES)
         patch.setattr(measure_runs, "PREFILL_SYSTEMS", ("specter",))
         patch.setattr(evaluation, "SYSTEMS", SYSTEMS_AT_2)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 import specter_jax.model
 from specter_jax.checkpoint import open_checkpoint
 from specter_jax.model import Model
@@ -108,7 +110,9 @@ class _Budgets:
     settings: Settings
 
     def load(self, share: float, *, context: int | None = None, batch: int = 1) -> Model:
-        gc.collect()  # of the model before
+        # Of the model before: its arrays, and its programs, whose number a process can't let grow.
+        gc.collect()
+        jax.clear_caches()
         config = open_checkpoint(self.path).config
         total = config.num_moe_layers * config.num_experts
         return specter_jax.model.load(

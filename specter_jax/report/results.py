@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ LISTS = {"cells": "cells", "prefill": "prefill", "kernels": "kernels", "rows": "
 
 
 def read_results(directory: str | os.PathLike[str]) -> tuple[list[Record], Records]:
-    """What the result files of a directory hold: their `meta` objects, and records by section.
+    """What the result files of a directory hold: `meta` of those of use, and records by section.
 
     What stands in several files is taken from the latest by `meta.date`.
 
@@ -39,12 +39,7 @@ def read_results(directory: str | os.PathLike[str]) -> tuple[list[Record], Recor
     results = [(name, content) for name, content in files if any(key in content for key in LISTS)]
     results = [(name, content) for name, content in results if not is_prediction(content)]
     results.sort(key=lambda file: str(_meta(*file).get("date", "")))
-    gathered: dict[str, dict[str, Record]] = {name: {} for name in LISTS.values()}
-    for _, content in results:
-        for name, target in LISTS.items():
-            for entry in content.get(name) or []:
-                gathered[target][_key(entry)] = entry
-    merged: dict[str, Any] = {name: list(found.values()) for name, found in gathered.items()}
+    merged = _gathered([content for _, content in results])
     merged["timelines"] = [
         {"model": name.removesuffix(TIMELINE), "budget": "", "trace": content}
         for name, content in files
@@ -53,7 +48,18 @@ def read_results(directory: str | os.PathLike[str]) -> tuple[list[Record], Recor
     records = records_of(merged)
     if pairs := prediction_records([content for _, content in files], merged["cells"]):
         records["planner"] = pairs
-    return [_meta(*file) for file in results], records
+    used = [(name, content) for name, content in results if records_of(_gathered([content]))]
+    return [_meta(*file) for file in used], records
+
+
+def _gathered(contents: Sequence[Mapping[str, Any]]) -> dict[str, list[Record]]:
+    """All entries of the files by list; of equal ones the last."""
+    gathered: dict[str, dict[str, Record]] = {name: {} for name in LISTS.values()}
+    for content in contents:
+        for name, target in LISTS.items():
+            for entry in content.get(name) or []:
+                gathered[target][_key(entry)] = entry
+    return {name: list(found.values()) for name, found in gathered.items()}
 
 
 def _read(file: Path) -> dict[str, Any]:
