@@ -92,6 +92,12 @@ class ModelConfig:
         """Whether decoder layer `layer` has routed experts."""
         return layer in self.moe_layers
 
+    @property
+    def representatives(self) -> tuple[int, ...]:
+        """Per decoder layer the first one that computes the same: equal kind and window."""
+        kinds = [(self.is_moe(layer), self.windows[layer]) for layer in range(self.num_layers)]
+        return tuple(kinds.index(kind) for kind in kinds)
+
     def moe_index(self, layer: int) -> int:
         """The MoE index of decoder layer `layer`; `ValueError` if it is dense."""
         return self.moe_layers.index(layer)

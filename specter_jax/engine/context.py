@@ -66,12 +66,8 @@ class Context:
 
     @functools.cached_property
     def representatives(self) -> tuple[int, ...]:
-        """Per decoder layer the first one that runs the same program: equal kind and window."""
-        config = self.config
-        kinds = [
-            (config.is_moe(layer), config.windows[layer]) for layer in range(config.num_layers)
-        ]
-        return tuple(kinds.index(kind) for kind in kinds)
+        """See `ModelConfig.representatives`: layers that share a program."""
+        return self.config.representatives
 
     def layer_params(self, layer: int) -> dict[str, Any]:
         """Shared parameters of decoder layer `layer`."""

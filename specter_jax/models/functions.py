@@ -7,6 +7,7 @@ kept apart by optimization barriers, so that every layer computes the same bits 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -147,22 +148,20 @@ def _target(
     shared = params["shared"]
     hidden = optimization_barrier(embed(config, shared, tokens, compute_dtype(kv)))
     layers, entering, experts, misses = list(kv), [], [], []
-    for layer in range(config.num_layers):
+    for layer, kind in enumerate(config.representatives):
         weights = shared[layer_name(layer)]
-        args = (config, layer, weights, kv[layer], hidden, lengths, token_mask)
+        state = (kv[layer], hidden, lengths, token_mask)
         if not config.is_moe(layer):
-            hidden, layers[layer] = optimization_barrier(dense_layer(*args, prompt=prompt))
+            hidden, layers[layer] = _target_dense(config, kind, weights, *state, prompt=prompt)
             continue
-        slot_row = slot_table[config.moe_index(layer)]
         entering.append(hidden)
-        routed, layers[layer] = optimization_barrier(route_layer(*args, prompt=prompt))
         draft = params["draft"][layer_name(layer)] if slots.dtype == jnp.int32 else None
-        total = accumulate_experts(config, routed, slots, slot_row, draft=draft)
-        total = optimization_barrier(total)
-        closed = close_layer(config, weights, routed, total)
-        hidden = optimization_barrier(closed)
-        experts.append(routed.experts)
-        misses.append(count_misses(config, routed.experts, slot_row))
+        slot_row = slot_table[config.moe_index(layer)]
+        hidden, layers[layer], chosen, missing = _target_moe(
+            config, kind, weights, draft, slots, slot_row, *state, prompt=prompt
+        )
+        experts.append(chosen)
+        misses.append(missing)
     outputs = VerifyOutputs(
         logits=None,
         experts=jnp.stack(experts),
@@ -170,6 +169,46 @@ def _target(
         misses=jnp.stack(misses),
     )
     return hidden, outputs, tuple(layers)
+
+
+# Layers of one kind are traced and lowered once: each is a call of the same inner function.
+_target_layer = functools.partial(jax.jit, static_argnames=("config", "kind", "prompt"))
+_draft_layer = functools.partial(jax.jit, static_argnames=("config", "kind"))
+
+
+@_target_layer
+def _target_dense(config, kind, weights, kv_layer, hidden, lengths, token_mask, *, prompt):
+    """A layer without routed experts: hidden state and KV."""
+    args = (config, kind, weights, kv_layer, hidden, lengths, token_mask)
+    return optimization_barrier(dense_layer(*args, prompt=prompt))
+
+
+@_target_layer
+def _target_moe(
+    config, kind, weights, draft, slots, slot_row, kv_layer, hidden, lengths, token_mask, *, prompt
+):
+    """An MoE layer: hidden state, KV, choices, number of missing experts."""
+    args = (config, kind, weights, kv_layer, hidden, lengths, token_mask)
+    routed, kv_layer = optimization_barrier(route_layer(*args, prompt=prompt))
+    total = accumulate_experts(config, routed, slots, slot_row, draft=draft)
+    total = optimization_barrier(total)
+    hidden = optimization_barrier(close_layer(config, weights, routed, total))
+    return hidden, kv_layer, routed.experts, count_misses(config, routed.experts, slot_row)
+
+
+@_draft_layer
+def _draft_dense(config, kind, weights, kv_layer, hidden, lengths, mask):
+    """A layer without routed experts: hidden state and KV."""
+    return dense_layer(config, kind, weights, kv_layer, hidden, lengths, mask)
+
+
+@_draft_layer
+def _draft_moe(config, kind, weights, draft, kv_layer, hidden, lengths, mask):
+    """An MoE layer with INT4 experts: hidden state, KV, choices [batch, k]."""
+    routed, kv_layer = route_layer(config, kind, weights, kv_layer, hidden, lengths, mask)
+    experts = routed.experts[:, 0]
+    total = draft_experts(routed.moe_input[:, 0], experts, routed.weights[:, 0], draft)
+    return close_layer(config, weights, routed, total[:, None]), kv_layer, experts
 
 
 def draft_step(
@@ -190,21 +229,15 @@ def draft_step(
     mask = active[:, None]
     hidden = embed(config, shared, tokens[:, None], compute_dtype(kv))
     layers, experts = list(kv), []
-    for layer in range(config.num_layers):
+    for layer, kind in enumerate(config.representatives):
         weights = shared[layer_name(layer)]
-        args = (config, layer, weights, kv[layer], hidden, lengths, mask)
+        state = (kv[layer], hidden, lengths, mask)
         if not config.is_moe(layer):
-            hidden, layers[layer] = dense_layer(*args)
+            hidden, layers[layer] = _draft_dense(config, kind, weights, *state)
             continue
-        routed, layers[layer] = route_layer(*args)
-        total = draft_experts(
-            routed.moe_input[:, 0],
-            routed.experts[:, 0],
-            routed.weights[:, 0],
-            params["draft"][layer_name(layer)],
-        )
-        hidden = close_layer(config, weights, routed, total[:, None])
-        experts.append(routed.experts[:, 0])
+        draft = params["draft"][layer_name(layer)]
+        hidden, layers[layer], chosen = _draft_moe(config, kind, weights, draft, *state)
+        experts.append(chosen)
     return head(config, shared, hidden)[:, 0], jnp.stack(experts), tuple(layers)
 
 
