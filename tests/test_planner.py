@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specter_jax.errors import BudgetError, CheckpointError, InvalidRequestError
-from specter_jax.planner.calibration import DEFAULT_CALIBRATION, load_calibration
+from specter_jax.planner.calibration import DEFAULT_CALIBRATION, fitted_cells, load_calibration
 from specter_jax.planner.cards import CARDS, get_card
 from specter_jax.planner.model import expert_bytes, planned_model
 from specter_jax.planner.predict import compare, feasible
@@ -72,6 +72,19 @@ def test_a_wrong_calibration_is_refused_by_field(tmp_path, change, message):
         load_calibration(path)
 
 
+def test_a_calibration_names_the_cells_it_was_fitted_to(tmp_path):
+    told = {"model", "expert_format", "budget_gib", "policy", "depth", "dataset"}
+    assert fitted_cells()
+    assert all(set(cell) == told for cell in fitted_cells())
+    path = tmp_path / "calibration.json"
+    path.write_text("{}")
+    assert fitted_cells(path) == []
+    for wrong in ('{"fitted_on": {}}', '{"fitted_on": [1]}', "{"):
+        path.write_text(wrong)
+        with pytest.raises(InvalidRequestError):
+            fitted_cells(path)
+
+
 def test_times_are_bytes_over_bandwidth_plus_fixed_costs():
     costs = dataclasses.replace(
         FREE,
@@ -91,6 +104,13 @@ def test_times_are_bytes_over_bandwidth_plus_fixed_costs():
         (read + 45 * MODEL.expert_read) / (0.9 * 0.5e12) + MODEL.num_layers * 200e-6
     )
     assert model.transfer() == pytest.approx(MODEL.expert / 5e9)
+    nested = dataclasses.replace(
+        model,
+        model=dataclasses.replace(MODEL, is_nested=True),
+        calibration=dataclasses.replace(costs, nested_efficiency=0.45),
+    )
+    assert nested.experts(45) == pytest.approx(2 * model.experts(45))
+    assert nested.layer() == model.layer()
     parts = MODEL.num_layers * model.layer() + model.experts(45) + model.head()
     assert parts == pytest.approx(model.verification(45))
 
@@ -204,6 +224,7 @@ def test_what_verification_reads_of_nested_experts_includes_the_draft():
     models = [planned_model(TINY_SOURCE, load_calibration(), f) for f in ("plain", "nested")]
     plain, nested = (model.read_bytes() for model in models)
     assert plain.expert_read == plain.expert
+    assert (plain.is_nested, nested.is_nested) == (False, True)
     assert nested.expert_read == nested.expert + nested.draft_expert
     shared = plain.num_layers * plain.layer + plain.head
     assert plain.head == CONFIG.vocab_size * CONFIG.hidden_size * 2

@@ -5,9 +5,10 @@
 
 RESULTS are files with "cells", as `h200.py` and `cells.py` write them. The planner is given nothing
 but the card's nominal figures, the calibration, the number of slots and a routing trace: the
-package's own, or one of `--traces` (files named after the models). Cells of policies that guess the
-next layer are left out. Prints a markdown table and the mean error; `--out` writes the rows under
-"planner", which the report shows.
+package's own, or one of `--traces` (files named after the models). Plain decoding measured beside a
+cell counts as a cell of depth 0; cells of policies that guess the next layer are left out. Prints a
+markdown table and the mean error over cells that the calibration was not fitted to. `--out FILE`
+replaces "planner" (those cells, which the report shows) and "planner_fitted" in that file.
 """
 
 from __future__ import annotations
@@ -25,18 +26,25 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import true_size
 
-from specter_jax.planner.calibration import DEFAULT_CALIBRATION, load_calibration
+from specter_jax.planner.calibration import DEFAULT_CALIBRATION, fitted_cells, load_calibration
 from specter_jax.planner.cards import get_card
 from specter_jax.planner.model import model_of_config
 from specter_jax.planner.timing import Hardware
 from specter_jax.planner.traces import RoutingTrace, bundled_trace, load_trace
-from specter_jax.planner.validate import errors, is_predictable, predict_measured
+from specter_jax.planner.validate import (
+    errors,
+    is_predictable,
+    predict_measured,
+    split_fitted,
+    with_plain_decoding,
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Predicts and prints; returns the exit code."""
     options = _parser().parse_args(arguments)
     cells = [cell for path in options.results for cell in json.loads(path.read_text())["cells"]]
+    cells = with_plain_decoding(cell for cell in cells if not cell.get("baseline"))
     calibration = load_calibration(options.calibration)
     configs = {
         name: true_size.model_config(options.data, name) for name in {c["model"] for c in cells}
@@ -59,14 +67,18 @@ def main(arguments: list[str] | None = None) -> int:
     print("|---|---|---|---|---|---|---|---|---|")
     hardware = Hardware.of_card(get_card(options.card))
     rows = predict_measured(cells, models, traces, hardware, calibration, _print_row)
-    comparison = errors(rows)
-    print(f"\n{len(rows)} cells, {skipped} not predictable; mean error {comparison.mean_error:.1%}")
+    unseen, seen = split_fitted(rows, fitted_cells(options.calibration))
+    print(f"\n{len(rows)} cells, {skipped} not predictable")
+    for title, part in (("not used for fitting", unseen), ("used for fitting", seen)):
+        if part:
+            print(f"{len(part)} {title}: mean error {errors(part).mean_error:.1%}")
     if options.out:
-        result = {
+        result = json.loads(options.out.read_text()) if options.out.exists() else {}
+        result["planner"], result["planner_fitted"] = unseen, seen
+        result["planner_meta"] = {
             "calibration": calibration.source,
             "traces": {name: trace.source for name, trace in traces.items()},
-            "mean_error": comparison.mean_error,
-            "planner": rows,
+            "mean_error": errors(unseen).mean_error if unseen else None,
         }
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0

@@ -1,7 +1,9 @@
 """What is reached of nominal figures, and the fixed costs: measured once, kept in a JSON file.
 
-The file names for every field its value, unit and source. A calibration made on one machine is
-used for others too: bandwidths enter as shares of nominal ones, host and launch costs as they are.
+The file names for every field its value, unit and source, and under "fitted_on" the measured cells
+that fields were fitted to: how good predictions are, the others tell. A calibration made on one
+machine is used for others too: bandwidths enter as shares of nominal ones, host and launch costs as
+they are.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from specter_jax.errors import InvalidRequestError
 from specter_jax.json_files import read_json_object
@@ -34,8 +38,11 @@ class Calibration:
     commit_expert_us: float
     draft_efficiency: float
     draft_layer_us: float
+    draft_call_us: float
     verify_efficiency: float
+    nested_efficiency: float
     verify_layer_us: float
+    verify_call_us: float
     boundary_us: float
     host_layer_us: float
     escape_share: float
@@ -73,3 +80,20 @@ def load_calibration(path: str | os.PathLike[str] = DEFAULT_CALIBRATION) -> Cali
         values[name] = float(value)
     described = {name: str(content.get(name)) for name in ("device", "source")}
     return Calibration(**described, **values)
+
+
+def fitted_cells(path: str | os.PathLike[str] = DEFAULT_CALIBRATION) -> list[Mapping[str, Any]]:
+    """What tells the measured cells apart that a calibration was fitted to; may be none.
+
+    Raises:
+        InvalidRequestError: "fitted_on" is no list of objects. OSError: the file cannot be read.
+    """
+    path = Path(path)
+    try:
+        content = read_json_object(path, str(path))
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from None
+    cells = content.get("fitted_on", [])
+    if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
+        raise InvalidRequestError(f"{path}: fitted_on is no list of objects")
+    return cells

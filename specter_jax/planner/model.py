@@ -91,6 +91,7 @@ class PlannedModel:
             draft_expert=draft,
             expert=self.expert_bytes,
             expert_read=self.expert_bytes + (draft if nested else 0),
+            is_nested=nested,
         )
 
 

@@ -48,6 +48,7 @@ class ReplayPrograms:
         steps = self._trace.draft_experts[:, self.prompt, position : position + int(count)]
         experts = np.moveaxis(steps, 1, 0)[:, :, None].astype(np.int32)
         seconds = sum(self._timing.draft_step(step.size) for step in experts)
+        self._device.work(self._timing.draft_call)
         moment = self._device.dispatch(seconds)
         chunk = SimpleNamespace(
             tokens=HostResult(np.zeros((int(count), 1), np.int32), moment),
@@ -64,6 +65,7 @@ class ReplayPrograms:
         misses = [
             np.count_nonzero(slot_table[m, ids] < 0).__index__() for m, ids in enumerate(used)
         ]
+        self._device.work(self._timing.verify_call)
         moment = self._device.dispatch(self._timing.verification(sum(map(len, used))))
         verified = SimpleNamespace(
             tokens=HostResult(np.zeros(tokens.shape, np.int32), moment),

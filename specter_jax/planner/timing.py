@@ -22,7 +22,8 @@ class ModelBytes:
 
     layer: shared parameters of a decoder layer, mean over layers; head: the output matrix;
     draft_expert: an INT4 expert; expert: a full-precision expert on the link and in a slot;
-    expert_read: what verification reads of an expert (nested ones need the draft's too).
+    expert_read: what verification reads of an expert (nested ones need the draft's too);
+    is_nested: whether it is put together from both.
     """
 
     num_layers: int
@@ -31,6 +32,7 @@ class ModelBytes:
     draft_expert: float
     expert: float
     expert_read: float
+    is_nested: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,14 +90,17 @@ class Timing:
 
     def experts(self, num_experts: int) -> float:
         """Full-precision experts, each read once."""
-        return self._read(num_experts * self.model.expert_read)
+        calibration = self.calibration
+        nested = self.model.is_nested
+        share = calibration.nested_efficiency if nested else calibration.verify_efficiency
+        return num_experts * self.model.expert_read / (self.bandwidth * share)
 
     def head(self) -> float:
         """The output matrix."""
         return self._read(self.model.head)
 
     def _read(self, num_bytes: float) -> float:
-        """What the target's programs need for so many bytes of weights."""
+        """What the target's programs need for so many bytes of weights that are not nested."""
         return num_bytes / (self.bandwidth * self.calibration.verify_efficiency)
 
     def commit(self, num_experts: int) -> float:
@@ -115,7 +120,7 @@ class Timing:
 
     @property
     def issue(self) -> float:
-        """Host time for each transfer issued."""
+        """Host time for each expert fetched: to choose a slot for it and start its transfer."""
         return self.calibration.issue_us * _MICRO
 
     @property
@@ -129,16 +134,26 @@ class Timing:
         return self.calibration.dispatch_us * _MICRO
 
     @property
+    def draft_call(self) -> float:
+        """Host time to hand over a program of draft steps, with all its layers' arrays."""
+        return self.calibration.draft_call_us * _MICRO
+
+    @property
+    def verify_call(self) -> float:
+        """Host time to hand over the verification of all layers."""
+        return self.calibration.verify_call_us * _MICRO
+
+    @property
     def meeting(self) -> float:
         """Host time from a program's end until its small results are read."""
         return self.calibration.meeting_us * _MICRO
 
     @property
     def boundary(self) -> float:
-        """Host time at least for the end of a draft chunk."""
+        """Host time for the end of a draft chunk, besides what its transfers take."""
         return self.calibration.boundary_us * _MICRO
 
     @property
     def host_layer(self) -> float:
-        """Host time at least for bringing one layer's experts, layer by layer."""
+        """Host time for one layer of a verification that goes layer by layer, besides transfers."""
         return self.calibration.host_layer_us * _MICRO

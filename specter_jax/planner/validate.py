@@ -17,6 +17,9 @@ from specter_jax.planner.traces import RoutingTrace
 MEASURED_KEYS = ("model", "expert_format", "budget_gib", "policy", "depth", "dataset")
 """What tells measured cells apart."""
 
+PLAIN_KEYS = ("model", "expert_format", "budget_gib", "policy", "dataset", "batch", "slots")
+"""What plain decoding shares with the cell it was measured beside."""
+
 Key = tuple[str, str]
 """Name of a model and its expert format, as measured cells give them."""
 
@@ -25,6 +28,42 @@ def is_predictable(cell: Mapping[str, Any]) -> bool:
     """Whether a trace tells what the cell's policy does: one sequence, no next-layer guess."""
     one_sequence = int(cell.get("batch") or 1) == 1
     return one_sequence and get_policy(cell["policy"]).prefetch != "next_layer"
+
+
+def with_plain_decoding(cells: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The cells, and one of depth 0 for each that has plain decoding measured beside it."""
+    found = []
+    for cell in cells:
+        found.append(dict(cell))
+        time = (cell.get("plain") or {}).get("tpot_ms")
+        if time is not None:
+            beside = {name: cell[name] for name in PLAIN_KEYS if name in cell}
+            size = {"tokens_each": _tokens_each(cell)}
+            found.append(beside | size | {"depth": 0, "tpot_ms": time})
+    return found
+
+
+def split_fitted(
+    rows: Iterable[Mapping[str, Any]], fitted: Iterable[Mapping[str, Any]]
+) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """Rows that the calibration knows nothing of, and those that it was fitted to.
+
+    fitted: as `calibration.fitted_cells` has them; a row belongs to one whose fields it all has.
+    """
+    fitted = list(fitted)
+    unseen, seen = [], []
+    for row in rows:
+        known = any(all(row.get(name) == cell[name] for name in cell) for cell in fitted)
+        (seen if known else unseen).append(row)
+    return unseen, seen
+
+
+def _tokens_each(cell: Mapping[str, Any]) -> int | None:
+    """New tokens of each sequence, if the cell tells."""
+    stats = cell.get("stats") or {}
+    if stats.get("new_tokens") and stats.get("sequences"):
+        return round(stats["new_tokens"] / stats["sequences"])
+    return cell.get("tokens_each")
 
 
 def predict_measured(
@@ -37,8 +76,8 @@ def predict_measured(
 ) -> list[dict[str, Any]]:
     """The predictable ones of measured cells, each with `predicted_tpot_ms`.
 
-    Slots are those of the measured run. Equal cells but for their dataset are replayed once: one
-    trace stands for all texts.
+    Slots and the length of the output are those of the measured run. Equal cells but for their
+    dataset are replayed once: one trace stands for all texts.
 
     Args:
         cells: with `MEASURED_KEYS`, `slots`, and `tpot_ms` or `stats` that has it.
@@ -54,7 +93,7 @@ def predict_measured(
         key = (cell["model"], cell["expert_format"])
         if key not in models or cell["model"] not in traces:
             raise InvalidRequestError(f"no model or no trace for {', '.join(key)}")
-        same = (*key, cell["slots"], cell["policy"], cell["depth"])
+        same = (*key, cell["slots"], cell["policy"], cell["depth"], _tokens_each(cell))
         if same not in replayed:
             replayed[same] = _replay(
                 cell, models[key], traces[cell["model"]], hardware, calibration
@@ -81,10 +120,14 @@ def _replay(
     hardware: Hardware,
     calibration: Calibration,
 ) -> dict[str, float | None]:
+    trace = trace.fitted(model.config)
+    tokens = _tokens_each(cell)
+    if tokens is not None:
+        trace = trace.select(trace.num_prompts, tokens)
     timing = Timing(model=model.read_bytes(), hardware=hardware, calibration=calibration)
     stats = replay(
         model.config,
-        trace.fitted(model.config),
+        trace,
         timing,
         num_slots=int(cell["slots"]),
         max_in_flight=model.max_in_flight,
