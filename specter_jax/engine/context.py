@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from specter_jax.config import ModelConfig, layer_name
 from specter_jax.engine.pace import Pace
 from specter_jax.engine.programs import Programs
+from specter_jax.engine.side_work import SideWork
 from specter_jax.engine.slots import SlotPool
 from specter_jax.offload import EvictionPolicy, PolicySpec
 from specter_jax.runtime_config import RuntimeConfig
@@ -44,7 +46,7 @@ class Context:
     """One generation's surroundings.
 
     params: {"shared": tree, "draft": tree}, on the device; recorder and trace are this
-    generation's, the rest outlives it.
+    generation's, the rest outlives it. side_work: makes what runs host work beside the draft.
     """
 
     config: ModelConfig
@@ -59,6 +61,7 @@ class Context:
     optimism: Optimism
     pace: Pace
     device: jax.Device
+    side_work: Callable[[], SideWork] = SideWork
 
     @property
     def shared(self) -> dict[str, Any]:

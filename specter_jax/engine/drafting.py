@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from specter_jax.engine.context import Context
+from specter_jax.engine.programs import DraftChunk
 from specter_jax.engine.slots import Key
 from specter_jax.engine.state import DecodeState
 from specter_jax.offload import (
@@ -61,32 +62,45 @@ def draft(ctx: Context, state: DecodeState, depth: int, most: int = MAX_DEPTH) -
     begin, pauses = ctx.recorder.clock(), ctx.recorder.boundary_ms
     bytes_before = ctx.pool.bytes_moved
     prefetcher = _Prefetcher(ctx, num_steps)
-    tokens, experts = [], []
     probs = None if state.draws is None else ctx.programs.empty_probs(state.batch)
     # On the device like every later one: another kind of argument would be another program.
     last = ctx.programs.place(state.last)
-    while len(tokens) < num_steps:
-        first = len(tokens)
-        count = min(chunk_tokens, num_steps - first)
-        with ctx.trace.span("draft", "chunk", first=first):
-            chunk, state.kv, probs = ctx.programs.draft(
-                ctx.params,
-                state.kv,
-                probs,
-                last,
-                state.lengths,
-                state.active,
-                np.int32(first),
-                np.int32(count),
-                state.draws,
-            )
-            last = chunk.last
-            tokens += list(np.asarray(chunk.tokens)[:count])
-            experts += list(np.asarray(chunk.experts)[:count])
-        elb.add(np.stack(experts[first:], 2))
+    tokens: list[np.ndarray] = []
+    experts: list[np.ndarray] = []
+
+    def take_in(chunk: DraftChunk, count: int) -> Snapshot:
+        """Reads a chunk's results and acts on them."""
+        tokens.extend(np.asarray(chunk.tokens)[:count])
+        experts.extend(np.asarray(chunk.experts)[:count])
+        elb.add(np.stack(experts[-count:], 2))
         snapshot = elb.snapshot()
+        prefetcher.boundary(snapshot, np.stack(experts, 2), len(tokens))
+        return snapshot
+
+    # A chunk is taken in while the next one is dispatched.
+    with ctx.side_work() as side:
+        for first in range(0, num_steps, chunk_tokens):
+            count = min(chunk_tokens, num_steps - first)
+            with ctx.trace.span("draft", "chunk", first=first):
+                chunk, state.kv, probs = ctx.programs.draft(
+                    ctx.params,
+                    state.kv,
+                    probs,
+                    last,
+                    state.lengths,
+                    state.active,
+                    np.int32(first),
+                    np.int32(count),
+                    state.draws,
+                )
+            last = chunk.last
+            with ctx.recorder.timed("boundary_ms"):
+                side.wait()
+            side.start(take_in, chunk, count)
+        with ctx.trace.span("draft", "chunk", first=num_steps):
+            jax.block_until_ready(last)
         with ctx.recorder.timed("boundary_ms"):
-            prefetcher.boundary(snapshot, np.stack(experts, 2), len(tokens))
+            snapshot = side.wait()
     pauses = ctx.recorder.boundary_ms - pauses
     ctx.pace.observe(
         loads=(ctx.pool.bytes_moved - bytes_before) // ctx.pool.store.expert_bytes,

@@ -204,10 +204,9 @@ def _count_uses(
     ctx: Context, m: int, needed: np.ndarray, missing: list[int], before: np.ndarray
 ) -> None:
     """Books each use as resident before, prefetched in time, or waited for."""
-    late = 0
-    for expert in missing:
-        if not (ctx.pool.is_staged(m, expert) and ctx.pool.has_arrived(m, expert)):
-            late += 1
+    staged = [expert for expert in missing if ctx.pool.is_staged(m, expert)]
+    arrived = set(ctx.pool.arrived()) if staged else set()
+    late = len(missing) - sum((m, expert) in arrived for expert in staged)
     absent = set(missing)
     resident = sum(bool(before[m, e]) for e in needed.tolist() if e not in absent)
     recorder = ctx.recorder

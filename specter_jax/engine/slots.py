@@ -127,13 +127,6 @@ class SlotPool:
             mask[key] = True
         return mask
 
-    def has_arrived(self, layer: int, expert: int) -> bool:
-        """Whether a staged expert's copy has finished."""
-        arrived = self._staged[layer, expert].is_ready()
-        if arrived:
-            self._landed(layer, expert)
-        return arrived
-
     def arrived(self) -> list[Key]:
         """Staged experts whose copies have finished, oldest first.
 

@@ -222,15 +222,18 @@ def accumulate_experts(
     group_mask: jax.Array | None = None,
     accumulated: jax.Array | None = None,
     draft: LayerParams | None = None,
-) -> jax.Array:
+    *,
+    with_misses: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Adds the chosen and resident experts among `group_mask` to `accumulated`.
 
     The result has the same bits as one pass over all experts when groups are disjoint and come in
     ascending order of expert id. slots: [num_slots, 3 * inner * hidden], or nested words int32
     [num_slots, words]. slot_row: int32 [num_experts], this layer's row of the slot table.
     group_mask: bool [num_experts] or None for all. accumulated: float32 [batch, tokens, hidden] or
-    None for zeros. draft: this layer's draft experts, needed where slots hold nested words. Returns
-    the like of accumulated.
+    None for zeros. draft: this layer's draft experts, needed where slots hold nested words.
+    with_misses: also return the number of distinct chosen experts that are not resident or not in
+    the group, int32. Returns the like of accumulated.
     """
     hidden = routed.moe_input.shape[-1]
     if group_mask is not None:
@@ -245,12 +248,14 @@ def accumulate_experts(
     options = dict(
         accumulate=None if accumulated is None else accumulated.reshape(-1, hidden),
         compute_dtype=routed.moe_input.dtype,
+        with_misses=True,
     )
     if slots.dtype == jnp.int32:
-        total = nested_ffn(*rows, draft, **options)
+        total, misses = nested_ffn(*rows, draft, **options)
     else:
-        total = expert_ffn(*rows, **options)
-    return total.reshape(routed.moe_input.shape)
+        total, misses = expert_ffn(*rows, **options)
+    total = total.reshape(routed.moe_input.shape)
+    return (total, misses) if with_misses else total
 
 
 def close_layer(

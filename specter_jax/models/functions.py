@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier
 
-from pallas_kernels.constants import NOT_RESIDENT
 from pallas_kernels.draft_experts import draft_experts
+from pallas_kernels.expert_ffn import grouping
+from pallas_kernels.expert_ffn.slot_rows import slot_rows
 from specter_jax.config import ModelConfig, layer_name
 from specter_jax.models.decoder import (
     accumulate_experts,
@@ -54,9 +55,8 @@ def count_misses(config: ModelConfig, experts: jax.Array, slot_row: jax.Array) -
     experts: int32 [..., k], `config.no_expert` counts as nothing. slot_row: int32 [num_experts].
     Returns int32, a scalar.
     """
-    ids = jnp.arange(config.num_experts, dtype=experts.dtype)
-    needed = (experts.reshape(-1, 1) == ids).any(0)
-    return (needed & (slot_row == NOT_RESIDENT)).sum(dtype=jnp.int32)
+    assert slot_row.shape == (config.num_experts,)
+    return grouping.count_misses(experts, slot_row)
 
 
 def verify(
@@ -148,6 +148,7 @@ def _target(
     shared = params["shared"]
     hidden = optimization_barrier(embed(config, shared, tokens, compute_dtype(kv)))
     layers, entering, experts, misses = list(kv), [], [], []
+    rows = slot_rows(slot_table)
     for layer, kind in enumerate(config.representatives):
         weights = shared[layer_name(layer)]
         state = (kv[layer], hidden, lengths, token_mask)
@@ -156,7 +157,7 @@ def _target(
             continue
         entering.append(hidden)
         draft = params["draft"][layer_name(layer)] if slots.dtype == jnp.int32 else None
-        slot_row = slot_table[config.moe_index(layer)]
+        slot_row = rows[config.moe_index(layer)]
         hidden, layers[layer], chosen, missing = _target_moe(
             config, kind, weights, draft, slots, slot_row, *state, prompt=prompt
         )
@@ -190,10 +191,12 @@ def _target_moe(
     """An MoE layer: hidden state, KV, choices, number of missing experts."""
     args = (config, kind, weights, kv_layer, hidden, lengths, token_mask)
     routed, kv_layer = optimization_barrier(route_layer(*args, prompt=prompt))
-    total = accumulate_experts(config, routed, slots, slot_row, draft=draft)
+    total, misses = accumulate_experts(
+        config, routed, slots, slot_row, draft=draft, with_misses=True
+    )
     total = optimization_barrier(total)
     hidden = optimization_barrier(close_layer(config, weights, routed, total))
-    return hidden, kv_layer, routed.experts, count_misses(config, routed.experts, slot_row)
+    return hidden, kv_layer, routed.experts, misses
 
 
 @_draft_layer

@@ -18,6 +18,7 @@ from specter_jax.engine.batch import Batch
 from specter_jax.engine.context import Context, Optimism
 from specter_jax.engine.decode import decode
 from specter_jax.engine.pace import Pace
+from specter_jax.engine.side_work import InlineWork
 from specter_jax.errors import InvalidRequestError
 from specter_jax.offload import DEFAULT_POLICY, get_policy, make_eviction
 from specter_jax.planner.device import Device, SpanCosts, Store, TimedPool
@@ -102,6 +103,7 @@ def replay(
             optimism=optimism,
             pace=pace,
             device=pool.device,
+            side_work=InlineWork,
         )
         pool.trace = ctx.trace
         # Tokens stand for themselves: none of them ends the sequence.
