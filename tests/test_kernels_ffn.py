@@ -10,7 +10,6 @@ import pytest
 
 from pallas_kernels.constants import NOT_RESIDENT
 from pallas_kernels.expert_ffn.config import ExpertFFNConfig, config_for
-from pallas_kernels.expert_ffn.grouping import group_choices, most_blocks
 from pallas_kernels.expert_ffn.pallas_triton import expert_ffn
 
 SIZES = cases.Sizes(hidden=64, inner=48)
@@ -97,35 +96,6 @@ def test_a_row_has_the_same_bits_alone_and_in_any_slot():
         np.testing.assert_array_equal(alone[0], value[row])
     moved = run(x, experts, weights, slots[order], places[slot_row].astype(np.int32))
     np.testing.assert_array_equal(moved, value)
-
-
-def test_grouping_lists_each_choice_once_under_its_expert():
-    rng = np.random.default_rng(3)
-    experts, _ = cases.choices(rng, cases.Sizes(num_experts=6, top_k=3), 10)
-    slot_row = np.array([4, NOT_RESIDENT, 0, 1, 2, 3], np.int32)
-    groups = group_choices(jnp.asarray(experts), jnp.asarray(slot_row), 4)
-    seen = []
-    previous = -1
-    for expert, block in zip(groups.block_expert, np.asarray(groups.block_choices), strict=True):
-        used = block[block < experts.size]
-        if expert == 6:
-            assert not used.size
-            continue
-        assert used.size
-        assert expert >= previous
-        previous = int(expert)
-        assert (experts.reshape(-1)[used] == expert).all()
-        seen += used.tolist()
-    resident = slot_row[experts] != NOT_RESIDENT
-    assert sorted(seen) == np.flatnonzero(resident.reshape(-1)).tolist()
-    np.testing.assert_array_equal(np.asarray(groups.valid), resident)
-    np.testing.assert_array_equal(np.asarray(groups.rank), experts.argsort(-1).argsort(-1))
-
-
-def test_block_bound_holds_for_the_worst_spread():
-    # 5 choices of 3 experts in blocks of 2: 3 + 1 + 1 choices need 4 blocks, 2 + 2 + 1 need 3.
-    assert most_blocks(5, 1, 3, 2) >= 4
-    assert most_blocks(2, 1, 64, 16) == 2
 
 
 def test_only_row_blocks_depend_on_the_number_of_rows():

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels import tuning
 from pallas_kernels.expert_ffn import pallas_triton, reference
 from pallas_kernels.expert_ffn.config import config_for, unsupported_reason
+from pallas_kernels.expert_ffn.grouping import count_misses
 
 Implementation = Literal["pallas", "reference"]
 
@@ -24,11 +25,13 @@ def expert_ffn(
     compute_dtype: jax.typing.DTypeLike = jnp.float32,
     *,
     implementation: Implementation | None = None,
-) -> jax.Array:
+    with_misses: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Weighted sum of each row's chosen experts; arrays as in `reference.expert_ffn`.
 
     implementation: None takes the kernels on an NVIDIA GPU where they support the sizes, and the
-    reference otherwise.
+    reference otherwise. with_misses: also return the number of distinct experts that are chosen
+    and not resident, an int32 scalar.
 
     Raises:
         NotImplementedError: `implementation="pallas"` cannot run this; the text says why.
@@ -44,7 +47,8 @@ def expert_ffn(
     if implementation is None:
         implementation = "reference" if reason else "pallas"
     if implementation == "reference":
-        return reference.expert_ffn(*arguments)
+        total = reference.expert_ffn(*arguments)
+        return (total, count_misses(experts, slot_row)) if with_misses else total
     if implementation != "pallas":
         raise ValueError(
             f'implementation must be "pallas", "reference" or None, got {implementation!r}'
@@ -59,4 +63,4 @@ def expert_ffn(
         num_choices=experts.size,
         num_experts=slot_row.shape[0],
     )
-    return pallas_triton.expert_ffn(*arguments, config=config)
+    return pallas_triton.expert_ffn(*arguments, config=config, with_misses=with_misses)

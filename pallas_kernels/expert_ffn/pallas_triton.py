@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.expert_ffn.config import ExpertFFNConfig
-from pallas_kernels.expert_ffn.grouping import group_choices
+from pallas_kernels.expert_ffn.triton_grouping import group_choices
 
 
 def _dot(weight, x, compute_dtype):
@@ -115,8 +115,6 @@ def _down_kernel(
         hidden, inner = out_ref.shape[1], active_ref.shape[2]
         first = tile * config.block_out
         choices = block_choices_ref[block, :]
-        used = choices < num_choices
-        choices = jnp.minimum(choices, num_choices - 1)
         out_dim, in_dim = config.block_out, config.block_in
 
         def step(i, total):
@@ -129,19 +127,57 @@ def _down_kernel(
 
         zeros = jnp.zeros((out_dim, config.block_rows), jnp.float32)
         total = lax.fori_loop(0, inner // in_dim, step, zeros)
-        weighted = total * plgpu.load(weights_ref.at[choices])[None]
-        places = choices // top_k * top_k + plgpu.load(rank_ref.at[choices])
-        # Empty places point at the row past the last, so that no two places are the same.
-        places = jnp.where(used, places, num_choices)
-        shape = (config.block_rows, out_dim)
-        plgpu.store(
-            out_ref.at[
-                jnp.broadcast_to(places[:, None], shape),
-                first + lax.broadcasted_iota(jnp.int32, shape, 1),
-            ],
-            weighted.T,
-            mask=jnp.broadcast_to(used[:, None], shape),
+        weighted = total * plgpu.load(weights_ref.at[jnp.minimum(choices, num_choices - 1)])[None]
+        store_choices(out_ref, rank_ref, choices, first, weighted.T, top_k)
+
+    @pl.when(expert >= num_experts)
+    def _():
+        nothing = jnp.zeros((config.block_rows, config.block_out), jnp.float32)
+        store_choices(
+            out_ref, rank_ref, block_choices_ref[block, :], tile * config.block_out, nothing, top_k
         )
+
+
+def outputs_shape(num_choices: int, hidden: int, interpret: bool) -> jax.ShapeDtypeStruct:
+    """What the down kernels leave: each choice's output at its row's place for its rank.
+
+    Interpreted stores also write where they are masked, to one row more.
+    """
+    return jax.ShapeDtypeStruct((num_choices + interpret, hidden), jnp.float32)
+
+
+def store_choices(out_ref, rank_ref, choices, first, values, top_k):
+    """Writes values [block_rows, columns] of a block's choices from column `first` on.
+
+    out_ref: see `outputs_shape`. choices: [block_rows], of which those past the last are empty.
+    """
+    num_choices = rank_ref.shape[0]
+    used = choices < num_choices
+    last = jnp.minimum(choices, num_choices - 1)
+    place = jnp.where(used, last // top_k * top_k + plgpu.load(rank_ref.at[last]), num_choices)
+    plgpu.store(
+        out_ref.at[
+            jnp.broadcast_to(place[:, None], values.shape),
+            first + lax.broadcasted_iota(jnp.int32, values.shape, 1),
+        ],
+        values,
+        mask=jnp.broadcast_to(used[:, None], values.shape),
+    )
+
+
+def sum_choices(
+    outputs: jax.Array, num_rows: int, top_k: int, accumulate: jax.Array | None
+) -> jax.Array:
+    """Adds a row's choices in order of expert id: float32 [rows, hidden].
+
+    outputs: see `outputs_shape`. accumulate: float32 [rows, hidden] to start from, or None.
+    """
+    hidden = outputs.shape[1]
+    outputs = outputs[: num_rows * top_k].reshape(num_rows, top_k, hidden)
+    total = jnp.zeros((num_rows, hidden), jnp.float32) if accumulate is None else accumulate
+    for place in range(top_k):
+        total += outputs[:, place]
+    return total
 
 
 def expert_ffn(
@@ -155,10 +191,13 @@ def expert_ffn(
     *,
     config: ExpertFFNConfig,
     interpret: bool = False,
-) -> jax.Array:
+    with_misses: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Weighted sum of each row's chosen experts; arguments as in `reference.expert_ffn`.
 
-    interpret: run the kernels' arithmetic on any device, slowly. Returns float32 [rows, hidden].
+    interpret: run the kernels' arithmetic on any device, slowly. with_misses: also return the
+    number of distinct experts that are chosen and not resident, int32. Returns float32
+    [rows, hidden].
     """
     num_rows, hidden = x.shape
     top_k = experts.shape[1]
@@ -167,7 +206,7 @@ def expert_ffn(
     num_choices = num_rows * top_k
     x = x.astype(compute_dtype)
     experts = experts.astype(jnp.int32)
-    groups = group_choices(experts, slot_row, config.block_rows)
+    groups = group_choices(experts, slot_row, config.block_rows, interpret=interpret)
     num_blocks = groups.block_expert.shape[0]
     blocks = (groups.block_expert, groups.block_choices, slot_row.astype(jnp.int32))
     common = dict(num_choices=num_choices, top_k=top_k, config=config)
@@ -183,22 +222,16 @@ def expert_ffn(
     outputs = pl.pallas_call(
         functools.partial(_down_kernel, **common),
         grid=(hidden // config.block_out, num_blocks),
-        out_shape=jax.ShapeDtypeStruct((num_choices + 1, hidden), jnp.float32),
+        out_shape=outputs_shape(num_choices, hidden, interpret),
         compiler_params=params,
         interpret=interpret,
         name="expert_down",
     )(
         *blocks,
         weights.astype(jnp.float32).reshape(-1),
-        groups.rank.reshape(-1),
+        groups.rank,
         active,
         slots.reshape(num_slots, 3 * hidden, inner),
     )
-    # Places of choices that were left out were never written.
-    written = groups.valid[:, None] & (groups.rank[:, None] == jnp.arange(top_k)[:, None])
-    written = written.any(-1)
-    outputs = outputs[:num_choices].reshape(num_rows, top_k, hidden)
-    total = jnp.zeros((num_rows, hidden), jnp.float32) if accumulate is None else accumulate
-    for place in range(top_k):
-        total = jnp.where(written[:, place, None], total + outputs[:, place], total)
-    return total
+    total = sum_choices(outputs, num_rows, top_k, accumulate)
+    return (total, groups.misses) if with_misses else total

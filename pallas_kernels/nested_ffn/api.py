@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
+from pallas_kernels.expert_ffn.grouping import count_misses
 from pallas_kernels.nested_ffn import pallas_triton, reference
 from pallas_kernels.nested_ffn.config import config_for, unsupported_reason
 
@@ -26,11 +27,13 @@ def nested_ffn(
     compute_dtype: jax.typing.DTypeLike = jnp.float32,
     *,
     implementation: Implementation | None = None,
-) -> jax.Array:
+    with_misses: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Weighted sum of each row's chosen experts; arrays as in `reference.nested_ffn`.
 
     implementation: None takes the kernels on an NVIDIA GPU where they support the sizes, and the
-    reference otherwise.
+    reference otherwise. with_misses: also return the number of distinct experts that are chosen
+    and not resident, an int32 scalar.
 
     Raises:
         NotImplementedError: `implementation="pallas"` cannot run this; the text says why.
@@ -46,7 +49,8 @@ def nested_ffn(
     if implementation is None:
         implementation = "reference" if reason else "pallas"
     if implementation == "reference":
-        return reference.nested_ffn(*arguments)
+        total = reference.nested_ffn(*arguments)
+        return (total, count_misses(experts, slot_row)) if with_misses else total
     if implementation != "pallas":
         raise ValueError(
             f'implementation must be "pallas", "reference" or None, got {implementation!r}'
@@ -61,4 +65,4 @@ def nested_ffn(
         num_choices=experts.size,
         num_experts=slot_row.shape[0],
     )
-    return pallas_triton.nested_ffn(*arguments, config=config)
+    return pallas_triton.nested_ffn(*arguments, config=config, with_misses=with_misses)

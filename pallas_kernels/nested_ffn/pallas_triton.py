@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.expert_ffn.grouping import group_choices
+from pallas_kernels.expert_ffn.pallas_triton import outputs_shape, store_choices, sum_choices
+from pallas_kernels.expert_ffn.triton_grouping import group_choices
 from pallas_kernels.nested import NestedLayout
 from pallas_kernels.nested_ffn.arithmetic import WORD_INPUTS, arrange, arranged_place
 from pallas_kernels.nested_ffn.config import ROW_STEP, NestedFFNConfig
@@ -124,7 +125,6 @@ def _down_kernel(
         choices = block_choices_ref[block, :]
         used = choices < num_choices
         num_used = jnp.sum(used.astype(jnp.int32))
-        choices = jnp.minimum(choices, num_choices - 1)
 
         def load_inputs(step):
             shape = (config.product_rows, config.block_in)
@@ -151,16 +151,15 @@ def _down_kernel(
         )
         firsts = (first, first + config.block_out)
         totals = products(matrix, firsts, load_inputs, inputs_ref, block, num_used)
-        scale = plgpu.load(weights_ref.at[choices])[None]
-        places = choices // top_k * top_k + plgpu.load(rank_ref.at[choices])
-        # Empty places point at the row past the last, so that no two places are the same.
-        places = jnp.where(used, places, num_choices)
-        shape = (config.block_rows, config.block_out)
-        place = jnp.broadcast_to(places[:, None], shape)
-        mask = jnp.broadcast_to(used[:, None], shape)
+        scale = plgpu.load(weights_ref.at[jnp.minimum(choices, num_choices - 1)])[None]
         for first, total in zip(firsts, totals, strict=True):
-            column = first + index(shape, 1)
-            plgpu.store(out_ref.at[place, column], (total * scale).T, mask=mask)
+            store_choices(out_ref, rank_ref, choices, first, (total * scale).T, top_k)
+
+    @pl.when(expert >= slot_row_ref.shape[0])
+    def _():
+        nothing = jnp.zeros((config.block_rows, 2 * config.block_out), jnp.float32)
+        first = tile * 2 * config.block_out
+        store_choices(out_ref, rank_ref, block_choices_ref[block, :], first, nothing, top_k)
 
 
 def nested_ffn(
@@ -175,10 +174,13 @@ def nested_ffn(
     *,
     config: NestedFFNConfig,
     interpret: bool = False,
-) -> jax.Array:
+    with_misses: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Weighted sum of each row's chosen experts; arguments as in `reference.nested_ffn`.
 
-    interpret: run the kernels' arithmetic on any device, slowly. Returns float32 [rows, hidden].
+    interpret: run the kernels' arithmetic on any device, slowly. with_misses: also return the
+    number of distinct experts that are chosen and not resident, int32. Returns float32
+    [rows, hidden].
     """
     num_rows, hidden = x.shape
     top_k = experts.shape[1]
@@ -187,7 +189,7 @@ def nested_ffn(
     num_choices = num_rows * top_k
     x = x.astype(compute_dtype)
     experts = experts.astype(jnp.int32)
-    groups = group_choices(experts, slot_row, config.block_rows)
+    groups = group_choices(experts, slot_row, config.block_rows, interpret=interpret)
     num_blocks = groups.block_expert.shape[0]
     blocks = (groups.block_expert, groups.block_choices, slot_row.astype(jnp.int32))
     common = dict(
@@ -224,25 +226,19 @@ def nested_ffn(
     outputs = pl.pallas_call(
         functools.partial(_down_kernel, **common),
         grid=(hidden // (2 * config.block_out), num_blocks),
-        out_shape=jax.ShapeDtypeStruct((num_choices + 1, hidden), jnp.float32),
+        out_shape=outputs_shape(num_choices, hidden, interpret),
         compiler_params=params,
         interpret=interpret,
         name="nested_down",
     )(
         *blocks,
         weights.astype(jnp.float32).reshape(-1),
-        groups.rank.reshape(-1),
+        groups.rank,
         active,
         active_inputs,
         slots,
         draft["down_codes"],
         draft["down_scales"],
     )
-    # Places of choices that were left out were never written.
-    written = groups.valid[:, None] & (groups.rank[:, None] == jnp.arange(top_k)[:, None])
-    written = written.any(-1)
-    outputs = outputs[:num_choices].reshape(num_rows, top_k, hidden)
-    total = jnp.zeros((num_rows, hidden), jnp.float32) if accumulate is None else accumulate
-    for place in range(top_k):
-        total = jnp.where(written[:, place, None], total + outputs[:, place], total)
-    return total
+    total = sum_choices(outputs, num_rows, top_k, accumulate)
+    return (total, groups.misses) if with_misses else total

@@ -1,0 +1,147 @@
+"""Grouping choices by expert: plain JAX, and the kernel interpreted on the CPU against it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.constants import NOT_RESIDENT
+from pallas_kernels.expert_ffn import grouping, triton_grouping
+from pallas_kernels.expert_ffn.api import expert_ffn
+from pallas_kernels.expert_ffn.slot_rows import slot_rows
+
+FIELDS = ("block_expert", "block_choices", "rank", "misses")
+
+
+@functools.cache
+def compiled(function, block_rows, **options):
+    return jax.jit(functools.partial(function, block_rows=block_rows, **options))
+
+
+def assert_kernel_agrees(experts, slot_row, block_rows):
+    experts, slot_row = jnp.asarray(experts), jnp.asarray(slot_row)
+    assert triton_grouping.supported(experts.size, slot_row.size)
+    plain = compiled(grouping.group_choices, block_rows)(experts, slot_row)
+    kernel = compiled(triton_grouping.group_choices, block_rows, interpret=True)(experts, slot_row)
+    for field in FIELDS:
+        np.testing.assert_array_equal(getattr(kernel, field), getattr(plain, field), field)
+    return plain
+
+
+def random_case(seed, num_rows, top_k, num_experts, missing, masked, popular):
+    """Rows of distinct experts but for `masked` of them; few experts are chosen where `popular`."""
+    rng = np.random.default_rng(seed)
+    most = max(top_k, num_experts // 8) if popular else num_experts
+    experts = np.array([rng.permutation(most)[:top_k] for _ in range(num_rows)], np.int32)
+    experts[rng.random(num_rows) < masked] = num_experts
+    slot_row = rng.permutation(num_experts + 3)[:num_experts].astype(np.int32)
+    slot_row[rng.random(num_experts) < missing] = NOT_RESIDENT
+    return experts, slot_row
+
+
+# Few shapes, since each is compiled, and many cases of them.
+SHAPES = [
+    (1, 6, 64, 16),
+    (9, 6, 64, 16),
+    (17, 6, 64, 8),
+    (9, 2, 16, 16),
+    (5, 3, 5, 4),
+    (70, 2, 7, 32),
+    (3, 8, 512, 16),
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(SHAPES),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.booleans(),
+)
+def test_kernel_agrees_with_plain_grouping(shape, seed, missing, masked, popular):
+    num_rows, top_k, num_experts, block_rows = shape
+    case = random_case(seed, num_rows, top_k, num_experts, missing, masked, popular)
+    assert_kernel_agrees(*case, block_rows)
+
+
+@pytest.mark.parametrize("shape", [(544, 6, 64, 64), (256, 8, 60, 64), (300, 4, 128, 16)], ids=str)
+def test_kernel_agrees_for_many_rows(shape):
+    num_rows, top_k, num_experts, block_rows = shape
+    assert_kernel_agrees(*random_case(1, num_rows, top_k, num_experts, 0.2, 0.1, False), block_rows)
+
+
+def test_kernel_agrees_where_a_row_names_an_expert_twice():
+    experts = np.array([[2, 2, 1], [0, 2, 0], [3, 3, 3]], np.int32)
+    assert_kernel_agrees(experts, np.array([4, NOT_RESIDENT, 0, 1], np.int32), 2)
+
+
+def test_sizes_beyond_the_kernel_are_grouped_plainly():
+    experts, slot_row = random_case(2, 40, 2, 600, 0.1, 0.1, False)
+    assert not triton_grouping.supported(experts.size, slot_row.size)
+    experts, slot_row = jnp.asarray(experts), jnp.asarray(slot_row)
+    groups = triton_grouping.group_choices(experts, slot_row, 16, interpret=True)
+    plain = grouping.group_choices(experts, slot_row, 16)
+    for field in FIELDS:
+        np.testing.assert_array_equal(getattr(groups, field), getattr(plain, field), field)
+
+
+def test_each_choice_is_listed_once_under_its_expert():
+    experts, slot_row = random_case(3, 10, 3, 6, 0.0, 0.2, False)
+    slot_row[1] = NOT_RESIDENT
+    groups = assert_kernel_agrees(experts, slot_row, 4)
+    flat = experts.reshape(-1)
+    valid = (flat < 6) & (slot_row[np.minimum(flat, 5)] != NOT_RESIDENT)
+    seen, previous = [], -1
+    for expert, block in zip(groups.block_expert, np.asarray(groups.block_choices), strict=True):
+        used = block[block < experts.size]
+        assert expert >= previous
+        previous = int(expert)
+        if expert == 6:
+            assert not valid[used].any()
+        else:
+            assert used.size
+            assert (flat[used] == expert).all()
+        seen += used.tolist()
+    assert sorted(seen) == list(range(experts.size))
+    order = experts.argsort(-1, kind="stable").argsort(-1)
+    np.testing.assert_array_equal(groups.rank, order.reshape(-1))
+    chosen = set(flat[flat < 6].tolist())
+    assert groups.misses == sum(slot_row[expert] == NOT_RESIDENT for expert in chosen)
+
+
+def test_example_of_the_description():
+    experts = jnp.array([[0, 2], [2, 0], [2, 9]], jnp.int32)
+    groups = grouping.group_choices(experts, jnp.arange(3, dtype=jnp.int32), 2)
+    blocks = groups.block_choices.tolist()
+    assert groups.block_expert.tolist()[:4] == [0, 2, 2, 3]
+    assert blocks[:4] == [[0, 3], [1, 2], [4, 6], [5, 6]]
+    assert groups.misses == 0
+
+
+def test_block_bound_holds_for_the_worst_spread():
+    # 5 choices of 3 experts in blocks of 2: 3 + 1 + 1 choices need 4 blocks, 2 + 2 + 1 need 3.
+    assert grouping.most_blocks(5, 1, 3, 2) >= 4
+    assert grouping.most_blocks(2, 1, 64, 16) == 2
+
+
+def test_misses_come_with_the_experts_when_asked():
+    experts, slot_row = random_case(4, 6, 2, 5, 0.5, 0.3, False)
+    x, weights = jnp.ones((6, 8)), jnp.ones((6, 2))
+    slots = jnp.ones((8, 3 * 4 * 8))
+    arguments = (x, jnp.asarray(experts), weights, slots, jnp.asarray(slot_row))
+    total, misses = expert_ffn(*arguments, with_misses=True)
+    np.testing.assert_array_equal(total, expert_ffn(*arguments))
+    chosen = set(experts[experts < 5].tolist())
+    assert misses == sum(slot_row[expert] == NOT_RESIDENT for expert in chosen)
+
+
+def test_rows_of_a_slot_table():
+    table = jnp.arange(3 * 60, dtype=jnp.int32).reshape(3, 60)
+    for rows in (slot_rows(table), slot_rows(table, interpret=True)):
+        assert len(rows) == 3
+        np.testing.assert_array_equal(jnp.stack(rows), table)

@@ -1,0 +1,84 @@
+"""The grouping kernel on a real GPU; run by scripts/test_gpu.sh."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import tuning
+from pallas_kernels.constants import NOT_RESIDENT
+from pallas_kernels.expert_ffn import grouping, triton_grouping
+from pallas_kernels.expert_ffn.api import expert_ffn
+from pallas_kernels.expert_ffn.slot_rows import slot_rows
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [
+    (1, 6, 64, 16),
+    (9, 6, 64, 16),
+    (17, 6, 64, 8),
+    (9, 4, 60, 16),
+    (9, 2, 16, 16),
+    (17, 8, 128, 16),
+    (9, 8, 512, 16),
+    (544, 6, 64, 64),
+    (544, 8, 128, 64),
+]
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    if not tuning.is_cuda_gpu():
+        pytest.skip("needs an NVIDIA GPU")
+
+
+def random_case(seed, num_rows, top_k, num_experts, missing):
+    rng = np.random.default_rng(seed)
+    experts = np.array([rng.permutation(num_experts)[:top_k] for _ in range(num_rows)], np.int32)
+    experts[rng.random(num_rows) < 0.2] = num_experts
+    slot_row = rng.permutation(num_experts + 3)[:num_experts].astype(np.int32)
+    slot_row[rng.random(num_experts) < missing] = NOT_RESIDENT
+    return jnp.asarray(experts), jnp.asarray(slot_row)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernel_agrees_with_plain_grouping(shape):
+    num_rows, top_k, num_experts, block_rows = shape
+    plain, kernel = (
+        jax.jit(functools.partial(function, block_rows=block_rows))
+        for function in (grouping.group_choices, triton_grouping.group_choices)
+    )
+    assert triton_grouping.supported(num_rows * top_k, num_experts)
+    for seed, missing in enumerate((0.0, 0.1, 0.5, 1.0)):
+        case = random_case(seed, num_rows, top_k, num_experts, missing)
+        expected, groups = plain(*case), kernel(*case)
+        for field in ("block_expert", "block_choices", "rank", "misses"):
+            np.testing.assert_array_equal(getattr(groups, field), getattr(expected, field), field)
+
+
+def test_choices_of_nothing_are_zeros_whatever_memory_held():
+    experts, slot_row = random_case(7, 40, 2, 16, 0.5)
+    key = jax.random.key(0)
+    x = jax.random.normal(key, (40, 128), jnp.bfloat16)
+    slots = jax.random.normal(key, (19, 3 * 64 * 128), jnp.bfloat16)
+    weights = jnp.ones((40, 2))
+    call = functools.partial(expert_ffn, compute_dtype=jnp.bfloat16)
+    kernels = jax.jit(functools.partial(call, implementation="pallas", with_misses=True))
+    reference = jax.jit(functools.partial(call, implementation="reference"))
+    expected = reference(x, experts, weights, slots, slot_row)
+    nothing = ((experts >= 16) | (slot_row[jnp.minimum(experts, 15)] == NOT_RESIDENT)).all(-1)
+    assert nothing.any()
+    for _ in range(3):
+        # Memory that the outputs may come to lie in.
+        jax.block_until_ready(jnp.full((200, 128), jnp.nan))
+        total, misses = kernels(x, experts, weights, slots, slot_row)
+        assert not total[nothing].any()
+        assert jnp.linalg.norm(total - expected) < 1e-2 * jnp.linalg.norm(expected)
+        assert misses == grouping.count_misses(experts, slot_row)
+
+
+def test_rows_of_a_slot_table():
+    table = jnp.arange(26 * 60, dtype=jnp.int32).reshape(26, 60)
+    np.testing.assert_array_equal(jnp.stack(jax.jit(slot_rows)(table)), table)
