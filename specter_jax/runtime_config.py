@@ -45,7 +45,7 @@ class RuntimeConfig:
     max_batch: int = 1
     prefill_group: int = 8
     prefill_tokens: int = 2048
-    one_dispatch_pending: int = 8
+    one_dispatch_pending: int = 24
 
 
 def bucket(size: int, buckets: tuple[int, ...]) -> int:

@@ -99,3 +99,34 @@ def test_a_miss_changes_no_routing(tiny_directory, monkeypatch, slots):
     assert stats.demand_misses > 0
     # With few slots nothing fits, and verification goes layer by layer from the start.
     assert (stats.resumes > 0) == (slots == MANY)
+
+
+@pytest.mark.parametrize("rerun_before", [0.0, 1.0])
+def test_a_miss_is_made_up_for_by_layers_or_by_another_run(
+    tiny_directory, plain, monkeypatch, rerun_before
+):
+    from specter_jax.engine import verification
+
+    model = load_tiny(tiny_directory, MANY)
+    programs, layered = [], []
+    one_program, run_layers = verification.one_program, verification.run_layers
+    monkeypatch.setattr(verification, "_RERUN_BEFORE", rerun_before)
+    monkeypatch.setattr(
+        verification, "one_program", lambda *args: programs.append(1) or one_program(*args)
+    )
+    monkeypatch.setattr(
+        verification, "run_layers", lambda *args: layered.append(1) or run_layers(*args)
+    )
+    with wrong_draft(model):
+        result = run(model, PROMPTS)
+    assert result.tokens == plain
+    stats = result.stats
+    assert stats.resumes > 0
+    assert stats.demand_misses > 0
+    more = len(programs) + len(layered) - stats.iterations
+    if rerun_before:
+        assert stats.resumes <= more <= 3 * stats.resumes
+        assert len(programs) > stats.iterations
+    else:
+        assert more == stats.resumes
+        assert len(programs) <= stats.iterations

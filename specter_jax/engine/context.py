@@ -87,3 +87,11 @@ def distinct_experts(chosen: np.ndarray, num_experts: int) -> np.ndarray:
     """Sorted distinct expert ids among `chosen` (any shape), the masked tokens' id left out."""
     counts = np.bincount(chosen.ravel(), minlength=num_experts + 1)
     return np.flatnonzero(counts[:num_experts])
+
+
+def needed_experts(chosen: np.ndarray, num_experts: int) -> np.ndarray:
+    """bool [M, E]: the experts among `chosen`, int [M, ...], the masked tokens' id left out."""
+    flat = chosen.reshape(len(chosen), -1)
+    needed = np.zeros((len(chosen), num_experts + 1), bool)
+    needed[np.arange(len(chosen))[:, None], flat] = True
+    return needed[:, :num_experts]
