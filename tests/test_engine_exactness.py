@@ -108,6 +108,7 @@ def test_a_miss_is_made_up_for_by_layers_or_by_another_run(
     from specter_jax.engine import verification
 
     model = load_tiny(tiny_directory, MANY)
+    run(model, PROMPTS)  # what a warm-up runs is not counted
     programs, layered = [], []
     one_program, run_layers = verification.one_program, verification.run_layers
     monkeypatch.setattr(verification, "_RERUN_BEFORE", rerun_before)
