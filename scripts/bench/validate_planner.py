@@ -24,6 +24,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import results_file
 import true_size
 
 from specter_jax.planner.calibration import DEFAULT_CALIBRATION, fitted_cells, load_calibration
@@ -73,14 +74,14 @@ def main(arguments: list[str] | None = None) -> int:
         if part:
             print(f"{len(part)} {title}: mean error {errors(part).mean_error:.1%}")
     if options.out:
-        result = json.loads(options.out.read_text()) if options.out.exists() else {}
+        result = results_file.read(options.out)
         result["planner"], result["planner_fitted"] = unseen, seen
         result["planner_meta"] = {
             "calibration": calibration.source,
             "traces": {name: trace.source for name, trace in traces.items()},
             "mean_error": errors(unseen).mean_error if unseen else None,
         }
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        results_file.write(options.out, result)
     return 0
 
 
