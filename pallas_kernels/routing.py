@@ -21,6 +21,7 @@ from pallas_kernels.early_launch import let_next_start, supports_early_launch
 
 MOST_ROWS = 1024
 _MOST_EXPERTS = 1024
+_MOST_COMPARED = 64  # experts that `choice_at` compares with each other in registers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,41 @@ def _sparse_mixer_choices(logits, ids, rule):
         weights.append(1 / jnp.sum(close))
         candidates = jnp.where(ids == expert, -jnp.inf, candidates)
     return chosen, weights
+
+
+def compares(rule: RoutingRule, num_experts: int) -> bool:
+    """Whether `choice_at` knows this rule and takes so many experts."""
+    known = rule.kind == "softmax" or (rule.kind == "sparse_mixer" and not rule.normalize_weights)
+    return known and num_experts <= _MOST_COMPARED
+
+
+def choice_at(logits_ref, row, place, rule):
+    """One row's choice number `place`, for kernels that need no other: expert, weight, scalars.
+
+    Every logit is compared with every other, so that nothing waits for the choices before. As the
+    kernel below, but for rounding: scores that round to the same value are no ties here.
+    logits_ref: float32 [rows, num_experts]; row, place: int32 scalars.
+    """
+    num_experts = logits_ref.shape[1]
+    width = max(16, 1 << (num_experts - 1).bit_length())
+    ids = lax.broadcasted_iota(jnp.int32, (width,), 0)
+    line = jnp.full((width,), row, jnp.int32)
+    logits = plgpu.load(logits_ref.at[line, ids], mask=ids < num_experts, other=-jnp.inf)
+    mine, others = logits[:, None], logits[None]
+    before = jnp.where(ids[None] < ids[:, None], others >= mine, others > mine)
+    rank = jnp.sum(before.astype(jnp.int32), axis=1)
+    expert = jnp.sum(jnp.where(rank == place, ids, 0))
+    logit = jnp.sum(jnp.where(rank == place, logits, 0.0))
+    exponentials = jnp.exp(logits - logit)  # relative to the chosen one
+    if rule.kind == "sparse_mixer":
+        far = (logit - logits) / jnp.maximum(jnp.abs(logits), logit) > 2 * rule.jitter
+        exponentials = jnp.where(far | (rank < place), 0.0, exponentials)
+    elif rule.normalize_weights:
+        exponentials = jnp.where(rank < rule.top_k, exponentials, 0.0)
+    weight = 1 / jnp.sum(exponentials)
+    if rule.scaling_factor != 1.0:
+        weight = weight * rule.scaling_factor
+    return expert, weight
 
 
 def _kernel(logits_ref, used_ref, experts_ref, weights_ref, *, rule, early_launch):

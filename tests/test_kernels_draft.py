@@ -12,7 +12,8 @@ import pytest
 from pallas_kernels.draft_experts import prepare_draft_layer
 from pallas_kernels.draft_experts.arithmetic import pack_tables
 from pallas_kernels.draft_experts.config import config_for, unsupported_reason
-from pallas_kernels.draft_experts.pallas_triton import draft_experts
+from pallas_kernels.draft_experts.pallas_triton import draft_experts, draft_routed
+from pallas_kernels.routing import RoutingRule, choose_experts, compares
 
 # Tables within 0.4 % of their largest entry and bytes for activations in three products.
 ROUNDING = 2e-2
@@ -128,3 +129,39 @@ def test_prepared_layers_give_the_same_bits(case):
         layer["tables"]
     )
     np.testing.assert_array_equal(run(x, experts, weights, prepared), run(*case))
+
+
+RULES = [
+    RoutingRule(kind="softmax", top_k=3),
+    RoutingRule(kind="softmax", top_k=2, normalize_weights=True, scaling_factor=2.5),
+    RoutingRule(kind="sparse_mixer", top_k=2, jitter=0.3),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.kind}-{rule.top_k}")
+def test_routing_inside_chooses_as_the_routing_kernel_does(rule):
+    rng = np.random.default_rng(5)
+    sizes = cases.Sizes(num_experts=20)
+    assert compares(rule, sizes.num_experts)
+    layer = cases.draft_layer(rng, sizes)
+    x = rng.standard_normal((4, sizes.hidden), np.float32)
+    logits = rng.standard_normal((4, sizes.num_experts)).astype(np.float32)
+    logits[1, 3:9] = logits[1].max() + 1  # ties go to the lower id
+    mask = np.array([True, True, False, True])
+    experts, weights = choose_experts(*cases.device(logits, mask), rule, interpret=True)
+    layer = {name: jnp.asarray(value) for name, value in layer.items()}
+    config = config_for(sizes.hidden, sizes.inner, "none")
+    value, chosen = jax.jit(
+        functools.partial(draft_routed, rule=rule, config=config, interpret=True)
+    )(*cases.device(x, logits, mask), layer)
+    np.testing.assert_array_equal(chosen, experts)
+    assert (np.asarray(chosen)[2] == sizes.num_experts).all()
+    expected = compiled(config)(jnp.asarray(x), experts, weights, layer)
+    assert not value[2].any()
+    np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rules_that_are_not_compared():
+    assert not compares(RoutingRule(kind="group_limited", top_k=2, num_groups=2), 16)
+    assert not compares(RULES[0], 65)
+    assert compares(RULES[0], 64)

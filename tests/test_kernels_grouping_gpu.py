@@ -1,4 +1,4 @@
-"""The grouping kernel on a real GPU; run by scripts/test_gpu.sh."""
+"""Grouping and routing inside other kernels on a real GPU; run by scripts/test_gpu.sh."""
 
 import functools
 
@@ -9,9 +9,11 @@ import pytest
 
 from pallas_kernels import tuning
 from pallas_kernels.constants import NOT_RESIDENT
+from pallas_kernels.draft_experts import draft_experts, draft_routed, routes
 from pallas_kernels.expert_ffn import grouping, triton_grouping
 from pallas_kernels.expert_ffn.api import expert_ffn
 from pallas_kernels.expert_ffn.slot_rows import slot_rows
+from pallas_kernels.routing import RoutingRule, choose_experts
 
 pytestmark = pytest.mark.gpu
 
@@ -82,3 +84,42 @@ def test_choices_of_nothing_are_zeros_whatever_memory_held():
 def test_rows_of_a_slot_table():
     table = jnp.arange(26 * 60, dtype=jnp.int32).reshape(26, 60)
     np.testing.assert_array_equal(jnp.stack(jax.jit(slot_rows)(table)), table)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner", "num_experts", "rule"),
+    [
+        (2048, 1408, 64, RoutingRule(kind="softmax", top_k=6)),
+        (256, 128, 60, RoutingRule(kind="softmax", top_k=4, normalize_weights=True)),
+        (256, 128, 16, RoutingRule(kind="sparse_mixer", top_k=2, jitter=0.1)),
+    ],
+    ids=["deepseek-v2-lite", "normalized", "sparse-mixer"],
+)
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_draft_routes_as_the_routing_kernel_does(hidden, inner, num_experts, rule, num_rows):
+    keys = jax.random.split(jax.random.key(3), 8)
+
+    def codes(key, *shape):
+        return jax.random.randint(key, shape, -(1 << 31), (1 << 31) - 1, jnp.int32)
+
+    def scales(key, *shape):
+        return jax.random.uniform(key, shape, minval=0.01, maxval=0.03).astype(jnp.bfloat16)
+
+    tables = jnp.broadcast_to(jnp.linspace(0.1, 1.0, 8), (num_experts, 3, 8))
+    layer = {
+        "gate_up_codes": codes(keys[0], num_experts, 2 * inner, hidden // 8),
+        "gate_up_scales": scales(keys[1], num_experts, 2 * inner, hidden // 128),
+        "down_codes": codes(keys[2], num_experts, hidden, inner // 8),
+        "down_scales": scales(keys[3], num_experts, hidden, inner // 128),
+        "tables": tables,
+    }
+    x = jax.random.normal(keys[4], (num_rows, hidden), jnp.bfloat16)
+    logits = jax.random.normal(keys[5], (num_rows, num_experts))
+    mask = jnp.arange(num_rows) != 3
+    assert routes(x, layer, rule)
+    value, chosen = jax.jit(functools.partial(draft_routed, rule=rule))(x, logits, mask, layer)
+    experts, weights = jax.jit(functools.partial(choose_experts, rule=rule))(logits, mask)
+    np.testing.assert_array_equal(chosen, experts)
+    expected = jax.jit(draft_experts)(x, experts, weights, layer)
+    assert jnp.linalg.norm(value - expected) < 1e-3 * jnp.linalg.norm(expected)
+    assert not value[~mask].any()

@@ -10,6 +10,7 @@ import jax
 from pallas_kernels import tuning
 from pallas_kernels.draft_experts import arithmetic, pallas_triton, reference
 from pallas_kernels.draft_experts.config import config_for, unsupported_reason
+from pallas_kernels.routing import RoutingRule, compares
 
 Implementation = Literal["pallas", "reference"]
 
@@ -49,6 +50,28 @@ def draft_experts(
     hidden, inner = _sizes(x, layer)
     config = config_for(hidden, inner, tuning.device_kind())
     return pallas_triton.draft_experts(x, experts, weights, layer, config=config)
+
+
+def routes(x: jax.Array, layer: Mapping[str, jax.Array], rule: RoutingRule) -> bool:
+    """Whether `draft_routed` takes these; otherwise choose experts and call `draft_experts`."""
+    return not _why_not_pallas(x, layer) and compares(rule, layer["tables"].shape[0])
+
+
+def draft_routed(
+    x: jax.Array,
+    logits: jax.Array,
+    mask: jax.Array,
+    layer: Mapping[str, jax.Array],
+    rule: RoutingRule,
+) -> tuple[jax.Array, jax.Array]:
+    """Routing and `draft_experts` in one kernel less: only where it `routes`.
+
+    x: [rows, hidden]. logits: float32 [rows, num_experts], the router's. mask: bool [rows], where
+    false no expert is chosen. layer: as in `draft_experts`. Returns float32 [rows, hidden] and the
+    experts, int32 [rows, k].
+    """
+    config = config_for(*_sizes(x, layer), tuning.device_kind())
+    return pallas_triton.draft_routed(x, logits, mask, layer, rule=rule, config=config)
 
 
 def prepare_draft_layer(layer: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -38,16 +38,18 @@ class Routed:
 
     residual: [batch, tokens, hidden], the stream after attention. moe_input: the same shape,
     normalized. experts: int32 [batch, tokens, k], `config.no_expert` where the token is masked.
-    weights: float32 [batch, tokens, k]. next_experts: like experts, what the next MoE layer's
-    router says of `residual` (a prediction), or None. shared: what the shared expert's down
-    projection takes, [batch, tokens, inner], and the logit of its gate, [batch, tokens, 1], if it
-    has one; empty where `close` computes them.
+    weights: float32 [batch, tokens, k]. logits: float32 [batch, tokens, num_experts] where
+    `route` was not to choose; experts and weights are None then. next_experts: like experts, what
+    the next MoE layer's router says of `residual` (a prediction), or None. shared: what the
+    shared expert's down projection takes, [batch, tokens, inner], and the logit of its gate,
+    [batch, tokens, 1], if it has one; empty where `close` computes them.
     """
 
     residual: jax.Array
     moe_input: jax.Array
-    experts: jax.Array
-    weights: jax.Array
+    experts: jax.Array | None
+    weights: jax.Array | None
+    logits: jax.Array | None = None
     next_experts: jax.Array | None = None
     shared: tuple[jax.Array, ...] = ()
 
@@ -76,8 +78,12 @@ class MoEBlock(nn.Module):
         lengths: jax.Array,
         lengths_seen: jax.Array,
         token_mask: jax.Array | None = None,
+        choose: bool = True,
     ) -> tuple[Routed, KVLayer]:
-        """Attention, residual, norm and router. token_mask: bool [batch, tokens], None for all."""
+        """Attention, residual, norm and router.
+
+        token_mask: bool [batch, tokens], None for all. choose: see `route_layer`.
+        """
         x = self.input_norm.deferred(hidden)
         residual, kv = self.attention(x, kv, lengths, lengths_seen, residual=hidden)
         # One kernel for all that takes this input, where there are kernels.
@@ -85,8 +91,11 @@ class MoEBlock(nn.Module):
         logits, *shared, moe_input = products(
             self.post_norm.deferred(residual), [self.router.dense(), *shared], keep_input=True
         )
+        shared = tuple(shared)
+        if not choose:
+            return Routed(residual, moe_input, None, None, logits, shared=shared), kv
         experts, weights = choose_experts(self.config, logits, token_mask)
-        return Routed(residual, moe_input, experts, weights, shared=tuple(shared)), kv
+        return Routed(residual, moe_input, experts, weights, shared=shared), kv
 
     def _shared_parts(self, dtype: jax.typing.DTypeLike) -> list[Dense]:
         """Those products of the shared expert that take the normalized stream."""
@@ -178,6 +187,7 @@ def route_layer(
     next_router: LayerParams | None = None,
     *,
     prompt: bool = False,
+    choose: bool = True,
 ) -> tuple[Routed, KVLayer]:
     """The part of MoE decoder layer `layer` before its experts.
 
@@ -185,7 +195,8 @@ def route_layer(
     entries lengths[b]..lengths[b]+tokens-1 are overwritten. hidden: [batch, tokens, hidden].
     lengths: int32 [batch]. token_mask: bool [batch, tokens], false for padding. next_router: the
     next MoE layer's parameters, to predict its choice, or None. prompt: static, true where the
-    tokens are a prompt; see `lengths_seen`.
+    tokens are a prompt; see `lengths_seen`. choose: static, false to leave the choice of experts to
+    a kernel that takes logits.
     """
     seen = lengths_seen(config, lengths, token_mask, prompt=prompt)
 
@@ -197,7 +208,9 @@ def route_layer(
         moe = MoEBlock(config, layer)
         variables = {"params": layer_params}
         block_mask = token_mask if whole else None
-        routed, kv = moe.apply(variables, hidden, kv, start, seen, block_mask, method="route")
+        routed, kv = moe.apply(
+            variables, hidden, kv, start, seen, block_mask, choose, method="route"
+        )
         if next_router is not None:
             variables = {"params": next_router}
             predicted = moe.apply(variables, routed.residual, method="predict")
@@ -206,7 +219,7 @@ def route_layer(
 
     kv_layer, routed = run_over_tokens(body, kv_layer, (hidden, seen), lengths, token_mask)
     mask = token_mask[..., None]
-    if not whole:
+    if not whole and choose:
         routed = routed.replace(experts=jnp.where(mask, routed.experts, config.no_expert))
     if next_router is not None:
         predicted = jnp.where(mask, routed.next_experts, config.no_expert)

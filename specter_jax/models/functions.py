@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier
 
-from pallas_kernels.draft_experts import draft_experts
+from pallas_kernels.draft_experts import draft_experts, draft_routed, routes
 from pallas_kernels.expert_ffn import grouping
 from pallas_kernels.expert_ffn.slot_rows import slot_rows
 from specter_jax.config import ModelConfig, layer_name
@@ -28,6 +28,7 @@ from specter_jax.models.decoder import (
 )
 from specter_jax.models.kv import KV, compute_dtype
 from specter_jax.models.outer import embed, head
+from specter_jax.models.router import routing_rule
 
 Params = Mapping[str, Any]
 
@@ -207,9 +208,17 @@ def _draft_dense(config, kind, weights, kv_layer, hidden, lengths, mask):
 @_draft_layer
 def _draft_moe(config, kind, weights, draft, kv_layer, hidden, lengths, mask):
     """An MoE layer with INT4 experts: hidden state, KV, choices [batch, k]."""
-    routed, kv_layer = route_layer(config, kind, weights, kv_layer, hidden, lengths, mask)
-    experts = routed.experts[:, 0]
-    total = draft_experts(routed.moe_input[:, 0], experts, routed.weights[:, 0], draft)
+    rule = routing_rule(config)
+    inside = routes(hidden[:, 0], draft, rule)
+    args = (config, kind, weights, kv_layer, hidden, lengths, mask)
+    routed, kv_layer = route_layer(*args, choose=not inside)
+    rows = routed.moe_input[:, 0]
+    if inside:
+        total, experts = draft_routed(rows, routed.logits[:, 0], mask[:, 0], draft, rule)
+        routed = routed.replace(experts=experts[:, None], logits=None)
+    else:
+        experts = routed.experts[:, 0]
+        total = draft_experts(rows, experts, routed.weights[:, 0], draft)
     return close_layer(config, weights, routed, total[:, None]), kv_layer, experts
 
 
