@@ -32,7 +32,7 @@ class RuntimeConfig:
     chunk_tokens: draft steps between two meetings with the host, which predicts at each.
     max_context: longest prompt plus output, tokens.
     max_batch: most sequences decoded together.
-    prefill_group: experts computed together while a prefill streams the rest.
+    prefill_group: fewest experts computed together while a prefill streams the rest.
     prefill_tokens: most prompt tokens that go through a layer at once.
     one_dispatch_pending: verification runs as one program if no more than this many predicted
         experts are still on their way; otherwise it goes layer by layer behind the transfers.

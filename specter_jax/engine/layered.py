@@ -142,7 +142,9 @@ def _apply_experts(
             needed = np.arange(ctx.config.num_experts)
     missing = [e for e in needed.tolist() if pool.cache.slot_table[m, e] < 0]
     prompt = run.resident_before is None
-    at_once = not missing or len(needed) <= min(run.group_size, pool.num_slots)
+    # All that is missing may be on its way together, and the next layer's experts find room too.
+    fits = len(missing) <= pool.max_in_flight and 2 * len(needed) <= pool.num_slots
+    at_once = not missing or fits or len(needed) <= min(run.group_size, pool.num_slots)
     if at_once and not prompt:
         with ctx.trace.span("verification", "experts", layer=m, experts=len(needed)):
             _bring(ctx, m, needed, missing, ahead)

@@ -58,7 +58,8 @@ def empty_kv(ctx: Context, batch: Batch) -> tuple[Any, ...]:
 def _prefill_chunk(ctx, kv, tokens, counts, done, lengths, draws):
     """One chunk of all prompts; returns the KV and the token after each row's last position."""
     mask = np.arange(tokens.shape[1]) < counts[:, None]
-    group = ctx.runtime.prefill_group
+    # Groups as large as half of what can be on its way: each costs the host a dispatch.
+    group = max(ctx.runtime.prefill_group, ctx.pool.max_in_flight // 2)
     # Half the slots compute while the other half is filled.
     run = Pass(
         lengths=np.where(counts > 0, done, lengths).astype(np.int32),
