@@ -44,23 +44,34 @@ def supported(logits: jax.Array) -> bool:
     return tuning.is_cuda_gpu() and 0 < rows <= MOST_ROWS and experts <= _MOST_EXPERTS
 
 
+def _tree_sum(values):
+    """Sum over the last axis, a power of two, in pairs of neighbours.
+
+    The order is the same wherever the compiler puts the values, so that a row has the same bits
+    alone and among others.
+    """
+    while values.shape[-1] > 1:
+        values = jnp.sum(values.reshape(*values.shape[:-1], -1, 2), axis=-1)
+    return values
+
+
 def _best(candidates, ids):
-    """Largest candidate and the lowest id that has it.
+    """Largest candidate of each row and the lowest id that has it, [rows, 1].
 
     Integers that are ordered as the floats are: a warp finds the largest in one instruction.
     """
     bits = lax.bitcast_convert_type(candidates, jnp.int32)
     keys = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    best = jnp.max(keys)
-    expert = jnp.min(jnp.where(keys == best, ids, ids.shape[0] - 1))
+    best = jnp.max(keys, axis=1)[:, None]
+    expert = jnp.min(jnp.where(keys == best, ids, ids.shape[1] - 1), axis=1)[:, None]
     bits = jnp.where(best < 0, best ^ 0x7FFFFFFF, best)
     return lax.bitcast_convert_type(bits, jnp.float32), expert
 
 
 def _softmax_choices(logits, ids, num_experts, rule):
-    """Lists of k ids and k weights, scalars."""
-    exponentials = jnp.exp(logits - jnp.max(logits))
-    scores = exponentials / jnp.sum(exponentials)
+    """Lists of k ids and k weights, [rows, 1]."""
+    exponentials = jnp.exp(logits - jnp.max(logits, axis=1)[:, None])
+    scores = exponentials / _tree_sum(exponentials)
     real = ids < num_experts
     if rule.kind == "group_limited":
         group_size = num_experts // rule.num_groups
@@ -89,9 +100,45 @@ def _sparse_mixer_choices(logits, ids, rule):
         far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > 2 * rule.jitter
         close = jnp.where(far, 0.0, jnp.exp(candidates - best))
         chosen.append(expert)
-        weights.append(1 / jnp.sum(close))
+        weights.append(1 / _tree_sum(close))
         candidates = jnp.where(ids == expert, -jnp.inf, candidates)
     return chosen, weights
+
+
+def store_choices(logits_ref, used_ref, experts_ref, weights_ref, first, num_rows, rule):
+    """Chooses for `num_rows` rows from row `first` on and writes experts and weights.
+
+    logits_ref: float32 [rows, num_experts]. used_ref: int32 [rows]. experts_ref, weights_ref: out,
+    [rows, k]. num_rows: a power of two, may reach beyond the last row.
+    """
+    all_rows, num_experts = logits_ref.shape
+    shape = (num_rows, max(16, 1 << (num_experts - 1).bit_length()))
+    ids = lax.broadcasted_iota(jnp.int32, shape, 1)
+    line = first + lax.broadcasted_iota(jnp.int32, shape, 0)
+    mask = (ids < num_experts) & (line < all_rows)
+    logits = plgpu.load(logits_ref.at[line, ids], mask=mask, other=-jnp.inf)
+    if rule.kind == "sparse_mixer":
+        chosen, weights = _sparse_mixer_choices(logits, ids, rule)
+    else:
+        chosen, weights = _softmax_choices(logits, ids, num_experts, rule)
+    if rule.normalize_weights:
+        total = sum(weights)
+        weights = [weight / total for weight in weights]
+    if rule.scaling_factor != 1.0:
+        weights = [weight * rule.scaling_factor for weight in weights]
+    shape = (num_rows, 1 << (rule.top_k - 1).bit_length())
+    place = lax.broadcasted_iota(jnp.int32, shape, 1)
+    line = first + lax.broadcasted_iota(jnp.int32, shape, 0)
+    ids_out, weights_out = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+    for number, (expert, weight) in enumerate(zip(chosen, weights, strict=True)):
+        ids_out = jnp.where(place == number, expert, ids_out)
+        weights_out = jnp.where(place == number, weight, weights_out)
+    inside = line < all_rows
+    used = plgpu.load(used_ref.at[line], mask=inside, other=0)
+    ids_out = jnp.where(used != 0, ids_out, num_experts)
+    mask = inside & (place < rule.top_k)
+    plgpu.store(experts_ref.at[line, place], ids_out, mask=mask)
+    plgpu.store(weights_ref.at[line, place], weights_out, mask=mask)
 
 
 def compares(rule: RoutingRule, num_experts: int) -> bool:
@@ -130,31 +177,8 @@ def choice_at(logits_ref, row, place, rule):
 
 
 def _kernel(logits_ref, used_ref, experts_ref, weights_ref, *, rule, early_launch):
-    num_experts = logits_ref.shape[1]
     row = let_next_start(pl.program_id(0), early_launch)
-    width = max(16, 1 << (num_experts - 1).bit_length())
-    ids = lax.broadcasted_iota(jnp.int32, (width,), 0)
-    line = jnp.full((width,), row, jnp.int32)
-    used = used_ref[row] != 0
-    logits = plgpu.load(logits_ref.at[line, ids], mask=ids < num_experts, other=-jnp.inf)
-    if rule.kind == "sparse_mixer":
-        chosen, weights = _sparse_mixer_choices(logits, ids, rule)
-    else:
-        chosen, weights = _softmax_choices(logits, ids, num_experts, rule)
-    if rule.normalize_weights:
-        total = sum(weights)
-        weights = [weight / total for weight in weights]
-    if rule.scaling_factor != 1.0:
-        weights = [weight * rule.scaling_factor for weight in weights]
-    place = lax.broadcasted_iota(jnp.int32, (1 << (rule.top_k - 1).bit_length(),), 0)
-    ids_out, weights_out = jnp.zeros_like(place), jnp.zeros(place.shape, jnp.float32)
-    for number, (expert, weight) in enumerate(zip(chosen, weights, strict=True)):
-        ids_out = jnp.where(place == number, expert, ids_out)
-        weights_out = jnp.where(place == number, weight, weights_out)
-    ids_out = jnp.where(used, ids_out, num_experts)
-    line = jnp.full(place.shape, row, jnp.int32)
-    plgpu.store(experts_ref.at[line, place], ids_out, mask=place < rule.top_k)
-    plgpu.store(weights_ref.at[line, place], weights_out, mask=place < rule.top_k)
+    store_choices(logits_ref, used_ref, experts_ref, weights_ref, row, 1, rule)
 
 
 def choose_experts(

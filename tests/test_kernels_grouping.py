@@ -13,6 +13,7 @@ from pallas_kernels.constants import NOT_RESIDENT
 from pallas_kernels.expert_ffn import grouping, triton_grouping
 from pallas_kernels.expert_ffn.api import expert_ffn
 from pallas_kernels.expert_ffn.slot_rows import slot_rows
+from pallas_kernels.routing import RoutingRule, choose_experts
 
 FIELDS = ("block_expert", "block_choices", "rank", "misses")
 
@@ -145,3 +146,37 @@ def test_rows_of_a_slot_table():
     for rows in (slot_rows(table), slot_rows(table, interpret=True)):
         assert len(rows) == 3
         np.testing.assert_array_equal(jnp.stack(rows), table)
+
+
+RULES = [
+    RoutingRule(kind="softmax", top_k=6),
+    RoutingRule(kind="softmax", top_k=3, normalize_weights=True, scaling_factor=2.5),
+    RoutingRule(kind="group_limited", top_k=4, num_groups=6, top_groups=3),
+    RoutingRule(kind="sparse_mixer", top_k=2, jitter=0.3),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.kind}-{rule.top_k}")
+@pytest.mark.parametrize("num_rows", [1, 9, 17])
+def test_routing_and_grouping_in_one_kernel(rule, num_rows):
+    rng = np.random.default_rng(6)
+    logits = rng.standard_normal((num_rows, 60)).astype(np.float32)
+    logits[0, 20:40] = logits[0, :20]
+    mask = jnp.asarray(rng.random(num_rows) < 0.7)
+    _, slot_row = random_case(7, 1, 1, 60, 0.3, 0.0, False)
+    logits, slot_row = jnp.asarray(logits), jnp.asarray(slot_row)
+    assert triton_grouping.routes(num_rows, 60, rule.top_k)
+    experts, weights, groups = triton_grouping.route_and_group(
+        logits, mask, slot_row, rule, 16, interpret=True
+    )
+    expected, expected_weights = choose_experts(logits, mask, rule, interpret=True)
+    np.testing.assert_array_equal(experts, expected)
+    np.testing.assert_array_equal(weights, expected_weights)
+    expected = grouping.group_choices(expected, slot_row, 16)
+    for field in FIELDS:
+        np.testing.assert_array_equal(getattr(groups, field), getattr(expected, field), field)
+
+
+def test_many_rows_are_routed_and_grouped_apart():
+    assert not triton_grouping.routes(33, 64, 6)
+    assert not triton_grouping.routes(17, 256, 8)

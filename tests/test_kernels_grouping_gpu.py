@@ -123,3 +123,31 @@ def test_draft_routes_as_the_routing_kernel_does(hidden, inner, num_experts, rul
     expected = jax.jit(draft_experts)(x, experts, weights, layer)
     assert jnp.linalg.norm(value - expected) < 1e-3 * jnp.linalg.norm(expected)
     assert not value[~mask].any()
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "rule"),
+    [
+        (64, RoutingRule(kind="softmax", top_k=6)),
+        (60, RoutingRule(kind="softmax", top_k=4, normalize_weights=True, scaling_factor=2.5)),
+        (160, RoutingRule(kind="group_limited", top_k=6, num_groups=8, top_groups=3)),
+        (16, RoutingRule(kind="sparse_mixer", top_k=2, jitter=0.1)),
+    ],
+    ids=["softmax", "normalized", "group-limited", "sparse-mixer"],
+)
+@pytest.mark.parametrize("num_rows", [2, 9, 16])
+def test_routing_and_grouping_in_one_kernel_keep_bits(num_experts, rule, num_rows):
+    keys = jax.random.split(jax.random.key(num_rows), 2)
+    logits = jax.random.normal(keys[0], (544, num_experts)) * 3
+    mask = jax.random.uniform(keys[1], (544,)) < 0.8
+    _, slot_row = random_case(9, 1, 1, num_experts, 0.3)
+    assert triton_grouping.routes(num_rows, num_experts, rule.top_k)
+    together = jax.jit(functools.partial(triton_grouping.route_and_group, rule=rule, block_rows=16))
+    experts, weights, groups = together(logits[:num_rows], mask[:num_rows], slot_row)
+    # Among 544 rows, by the kernel of one program a row.
+    apart = jax.jit(functools.partial(choose_experts, rule=rule))(logits, mask)
+    np.testing.assert_array_equal(experts, apart[0][:num_rows])
+    np.testing.assert_array_equal(weights, apart[1][:num_rows])
+    expected = grouping.group_choices(experts, slot_row, 16)
+    for field in ("block_expert", "block_choices", "rank", "misses"):
+        np.testing.assert_array_equal(getattr(groups, field), getattr(expected, field), field)

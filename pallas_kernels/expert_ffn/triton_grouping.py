@@ -1,7 +1,7 @@
 """Grouping of choices in one Triton kernel; a program places some choices and fills some blocks.
 
 Each program counts all choices by itself, so that none waits for another: up to 64 choices, which
-is one program, and a few thousand the same way. Integers only.
+is one program, and a few thousand the same way. For few rows it also chooses the experts first.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from pallas_kernels import tuning
 from pallas_kernels.constants import NOT_RESIDENT
 from pallas_kernels.early_launch import let_next_start, supports_early_launch
 from pallas_kernels.expert_ffn import grouping
+from pallas_kernels.routing import RoutingRule, store_choices
 
 _MOST_CHOICES = 1 << 14
 _MOST_EXPERTS = 512
 _MOST_WORK = 1 << 20  # comparisons of a program; plain reductions are as quick beyond
 _TILE = 4096  # comparisons at once, in registers
 _CHOICES = 64  # of a program, fewer where there are many experts
+_MOST_ROUTED = 32  # rows whose experts every program chooses
 _NO_EXPERT = -1  # beyond the last choice
 
 
@@ -44,6 +46,18 @@ def _count(mask, axis):
     return jnp.sum(mask.astype(jnp.int32), axis=axis)
 
 
+def _route_kernel(
+    logits_ref, used_ref, slot_row_ref, experts_ref, weights_ref, *out_refs, rule, rows, **options
+):
+    """Every program chooses for all rows, writes what the others write, and groups its share."""
+    top_k, interpret = rule.top_k, options.pop("interpret")
+    store_choices(logits_ref, used_ref, experts_ref, weights_ref, 0, rows, rule)
+    if not interpret:
+        plgpu.debug_barrier()  # its threads read each other's choices below
+
+    _kernel(experts_ref, slot_row_ref, *out_refs, top_k=top_k, **options)
+
+
 def _kernel(
     experts_ref,
     slot_row_ref,
@@ -58,8 +72,8 @@ def _kernel(
     blocks_each,
     early_launch,
 ):
-    """experts_ref: [choices]. block_choices_ref: [num_blocks * block_rows]."""
-    num_choices, num_experts = experts_ref.shape[0], slot_row_ref.shape[0]
+    """experts_ref: [rows, k]. block_choices_ref: [num_blocks * block_rows]."""
+    num_choices, num_experts = rank_ref.shape[0], slot_row_ref.shape[0]
     num_blocks = block_expert_ref.shape[0]
     program = let_next_start(pl.program_id(0), early_launch)
     start = program * choices_each
@@ -67,7 +81,8 @@ def _kernel(
     ids = lax.broadcasted_iota(jnp.int32, (width,), 0)
 
     def experts_at(numbers):
-        return plgpu.load(experts_ref.at[numbers], mask=numbers < num_choices, other=_NO_EXPERT)
+        places = (numbers // top_k, numbers % top_k)
+        return plgpu.load(experts_ref.at[places], mask=numbers < num_choices, other=_NO_EXPERT)
 
     slots = plgpu.load(slot_row_ref.at[ids], mask=ids < num_experts, other=NOT_RESIDENT)
     resident = slots != NOT_RESIDENT
@@ -143,35 +158,91 @@ def group_choices(
     """
     if not supported(experts.size, slot_row.shape[0]):
         return grouping.group_choices(experts, slot_row, block_rows)
-    num_rows, top_k = experts.shape
-    num_choices, num_experts = experts.size, slot_row.shape[0]
-    num_blocks = grouping.most_blocks(num_rows, top_k, num_experts, block_rows)
+    options, outputs = _plan(experts.shape, slot_row.shape[0], block_rows, interpret)
+    return _grouping(
+        pl.pallas_call(
+            functools.partial(_kernel, top_k=experts.shape[1], **options),
+            out_shape=outputs,
+            compiler_params=_PARAMS,
+            name="group_choices",
+            **_calling(experts.size, options, interpret),
+        )(experts.astype(jnp.int32), slot_row.astype(jnp.int32)),
+        block_rows,
+    )
+
+
+def routes(num_rows: int, num_experts: int, top_k: int) -> bool:
+    """Whether `route_and_group` takes these sizes."""
+    width = max(_power_of_two(num_experts), 16)
+    few = num_rows <= _MOST_ROUTED and _power_of_two(num_rows) * width <= _TILE
+    return few and supported(num_rows * top_k, num_experts)
+
+
+def route_and_group(
+    logits: jax.Array,
+    mask: jax.Array,
+    slot_row: jax.Array,
+    rule: RoutingRule,
+    block_rows: int,
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, grouping.Grouping]:
+    """`routing.choose_experts` and `group_choices` in one kernel, with the same bits.
+
+    logits: float32 [rows, num_experts], sizes that it `routes`. mask: bool [rows]. Returns experts
+    int32 and weights float32, [rows, k], and their grouping.
+    """
+    shape = (logits.shape[0], rule.top_k)
+    options, outputs = _plan(shape, slot_row.shape[0], block_rows, interpret)
+    experts, weights, *groups = pl.pallas_call(
+        functools.partial(
+            _route_kernel,
+            rule=rule,
+            rows=_power_of_two(logits.shape[0]),
+            interpret=interpret,
+            **options,
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct(shape, jnp.int32),
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+            *outputs,
+        ],
+        compiler_params=_PARAMS,
+        name="route_and_group",
+        **_calling(shape[0] * shape[1], options, interpret),
+    )(logits, mask.astype(jnp.int32), slot_row.astype(jnp.int32))
+    return experts, weights, _grouping(groups, block_rows)
+
+
+_PARAMS = plgpu.CompilerParams(num_warps=8, num_stages=1)
+
+
+def _plan(shape, num_experts, block_rows, interpret):
+    """The kernel's static arguments for experts of `shape`, and its outputs' shapes."""
+    num_choices = shape[0] * shape[1]
+    num_blocks = grouping.most_blocks(*shape, num_experts, block_rows)
     width = max(_power_of_two(num_experts), 16)
     choices_each = max(min(_CHOICES, 2 * _TILE // width), 16)
     num_programs = -(-num_choices // choices_each)
-    block_expert, block_choices, rank, misses = pl.pallas_call(
-        functools.partial(
-            _kernel,
-            top_k=top_k,
-            block_rows=block_rows,
-            choices_each=choices_each,
-            blocks_each=_power_of_two(-(-num_blocks // num_programs)),
-            early_launch=not interpret and supports_early_launch(tuning.device_kind()),
-        ),
-        grid=(num_programs,),
-        out_shape=[
-            jax.ShapeDtypeStruct((num_blocks,), jnp.int32),
-            jax.ShapeDtypeStruct((num_blocks * block_rows,), jnp.int32),
-            jax.ShapeDtypeStruct((num_choices,), jnp.int32),
-            jax.ShapeDtypeStruct((1,), jnp.int32),
-        ],
-        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
-        interpret=interpret,
-        name="group_choices",
-    )(experts.reshape(-1).astype(jnp.int32), slot_row.astype(jnp.int32))
+    options = dict(
+        block_rows=block_rows,
+        choices_each=choices_each,
+        blocks_each=_power_of_two(-(-num_blocks // num_programs)),
+        early_launch=not interpret and supports_early_launch(tuning.device_kind()),
+    )
+    sizes = (num_blocks, num_blocks * block_rows, num_choices, 1)
+    return options, [jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes]
+
+
+def _calling(num_choices, options, interpret):
+    return dict(grid=(-(-num_choices // options["choices_each"]),), interpret=interpret)
+
+
+def _grouping(outputs, block_rows):
+    block_expert, block_choices, rank, misses = outputs
     return grouping.Grouping(
         block_expert=block_expert,
-        block_choices=block_choices.reshape(num_blocks, block_rows),
+        block_choices=block_choices.reshape(-1, block_rows),
         rank=rank,
         misses=misses[0],
     )

@@ -1,5 +1,5 @@
 """Routed experts at full precision, from nested words and the resident draft."""
 
-from pallas_kernels.nested_ffn.api import nested_ffn
+from pallas_kernels.nested_ffn.api import block_rows, nested_ffn
 
-__all__ = ["nested_ffn"]
+__all__ = ["block_rows", "nested_ffn"]

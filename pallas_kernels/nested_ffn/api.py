@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
-from pallas_kernels.expert_ffn.grouping import count_misses
+from pallas_kernels.expert_ffn.grouping import Grouping, count_misses
 from pallas_kernels.nested_ffn import pallas_triton, reference
 from pallas_kernels.nested_ffn.config import config_for, unsupported_reason
 
@@ -28,12 +28,14 @@ def nested_ffn(
     *,
     implementation: Implementation | None = None,
     with_misses: bool = False,
+    groups: Grouping | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Weighted sum of each row's chosen experts; arrays as in `reference.nested_ffn`.
 
     implementation: None takes the kernels on an NVIDIA GPU where they support the sizes, and the
     reference otherwise. with_misses: also return the number of distinct experts that are chosen
-    and not resident, an int32 scalar.
+    and not resident, an int32 scalar. groups: those of `experts` in blocks of `block_rows`, for the
+    kernels, if known.
 
     Raises:
         NotImplementedError: `implementation="pallas"` cannot run this; the text says why.
@@ -43,6 +45,8 @@ def nested_ffn(
     hidden = x.shape[1]
     inner = draft["gate_up_codes"].shape[1] // 2
     dtype_name = jnp.dtype(compute_dtype).name
+    sizes = (hidden, inner, dtype_name, tuning.device_kind())
+    counts = dict(num_choices=experts.size, num_experts=slot_row.shape[0])
     reason = unsupported_reason(hidden, inner, dtype_name)
     if not tuning.is_cuda_gpu():
         reason = f"needs an NVIDIA GPU, the default device is {tuning.device_kind()}"
@@ -57,12 +61,23 @@ def nested_ffn(
         )
     if reason:
         raise NotImplementedError(f"nested_ffn by Pallas: {reason}")
-    config = config_for(
-        hidden,
-        inner,
-        dtype_name,
-        tuning.device_kind(),
-        num_choices=experts.size,
-        num_experts=slot_row.shape[0],
+    config = config_for(*sizes, **counts)
+    return pallas_triton.nested_ffn(
+        *arguments, config=config, with_misses=with_misses, groups=groups
     )
-    return pallas_triton.nested_ffn(*arguments, config=config, with_misses=with_misses)
+
+
+def block_rows(
+    hidden: int,
+    inner: int,
+    compute_dtype: jax.typing.DTypeLike,
+    *,
+    num_choices: int,
+    num_experts: int,
+) -> int | None:
+    """Rows of a block that the kernels group choices in, None where the reference is taken."""
+    dtype_name = jnp.dtype(compute_dtype).name
+    if not tuning.is_cuda_gpu() or unsupported_reason(hidden, inner, dtype_name):
+        return None
+    counts = dict(num_choices=num_choices, num_experts=num_experts)
+    return config_for(hidden, inner, dtype_name, tuning.device_kind(), **counts).block_rows

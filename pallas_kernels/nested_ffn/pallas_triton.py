@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.expert_ffn.grouping import Grouping
 from pallas_kernels.expert_ffn.pallas_triton import outputs_shape, store_choices, sum_choices
 from pallas_kernels.expert_ffn.triton_grouping import group_choices
 from pallas_kernels.nested import NestedLayout
@@ -175,12 +176,13 @@ def nested_ffn(
     config: NestedFFNConfig,
     interpret: bool = False,
     with_misses: bool = False,
+    groups: Grouping | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Weighted sum of each row's chosen experts; arguments as in `reference.nested_ffn`.
 
     interpret: run the kernels' arithmetic on any device, slowly. with_misses: also return the
-    number of distinct experts that are chosen and not resident, int32. Returns float32
-    [rows, hidden].
+    number of distinct experts that are chosen and not resident, int32. groups: those of `experts`
+    in blocks of `config.block_rows`, if known. Returns float32 [rows, hidden].
     """
     num_rows, hidden = x.shape
     top_k = experts.shape[1]
@@ -189,7 +191,8 @@ def nested_ffn(
     num_choices = num_rows * top_k
     x = x.astype(compute_dtype)
     experts = experts.astype(jnp.int32)
-    groups = group_choices(experts, slot_row, config.block_rows, interpret=interpret)
+    if groups is None:
+        groups = group_choices(experts, slot_row, config.block_rows, interpret=interpret)
     num_blocks = groups.block_expert.shape[0]
     blocks = (groups.block_expert, groups.block_choices, slot_row.astype(jnp.int32))
     common = dict(

@@ -15,9 +15,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import expert_ffn, nested_ffn
 from pallas_kernels.constants import NOT_RESIDENT
-from pallas_kernels.expert_ffn import expert_ffn
-from pallas_kernels.nested_ffn import nested_ffn
+from pallas_kernels.expert_ffn import triton_grouping
+from pallas_kernels.expert_ffn.grouping import Grouping
 from pallas_kernels.small_dense import Dense, products, runs_in_kernels
 from specter_jax.config import ModelConfig
 from specter_jax.models.attention_gqa import GroupedQueryAttention
@@ -27,7 +28,7 @@ from specter_jax.models.kv import KVLayer, token_positions
 from specter_jax.models.linear import Linear
 from specter_jax.models.mlp import GatedMLP
 from specter_jax.models.norms import make_norm
-from specter_jax.models.router import Router, choose_experts
+from specter_jax.models.router import Router, choose_experts, routing_rule
 
 LayerParams = Mapping[str, Any]
 
@@ -42,7 +43,8 @@ class Routed:
     `route` was not to choose; experts and weights are None then. next_experts: like experts, what
     the next MoE layer's router says of `residual` (a prediction), or None. shared: what the
     shared expert's down projection takes, [batch, tokens, inner], and the logit of its gate,
-    [batch, tokens, 1], if it has one; empty where `close` computes them.
+    [batch, tokens, 1], if it has one; empty where `close` computes them. groups: of the chosen
+    experts, where `choose_and_group` chose them.
     """
 
     residual: jax.Array
@@ -52,6 +54,7 @@ class Routed:
     logits: jax.Array | None = None
     next_experts: jax.Array | None = None
     shared: tuple[jax.Array, ...] = ()
+    groups: Grouping | None = None
 
 
 class MoEBlock(nn.Module):
@@ -227,6 +230,49 @@ def route_layer(
     return routed, kv_layer
 
 
+def grouped_rows(
+    config: ModelConfig, hidden: jax.Array, slots: jax.Array, token_mask: jax.Array
+) -> int | None:
+    """Rows of a block where `choose_and_group` serves this many tokens, None where it does not.
+
+    Arguments as in `route_layer`, slots as in `accumulate_experts`.
+    """
+    if not triton_grouping.routes(token_mask.size, config.num_experts, config.top_k):
+        return None
+    kernels = nested_ffn if slots.dtype == jnp.int32 else expert_ffn
+    return kernels.block_rows(
+        config.hidden_size,
+        config.expert_intermediate_size,
+        hidden.dtype,
+        num_choices=token_mask.size * config.top_k,
+        num_experts=config.num_experts,
+    )
+
+
+def choose_and_group(
+    config: ModelConfig,
+    routed: Routed,
+    slot_row: jax.Array,
+    token_mask: jax.Array,
+    block_rows: int,
+) -> Routed:
+    """Chooses experts for what `route_layer(choose=False)` left, and groups them, in one kernel.
+
+    slot_row: int32 [num_experts]. token_mask: bool [batch, tokens]. block_rows: of `grouped_rows`.
+    """
+    experts, weights, groups = triton_grouping.route_and_group(
+        routed.logits.reshape(-1, config.num_experts),
+        token_mask.reshape(-1),
+        slot_row,
+        routing_rule(config),
+        block_rows,
+    )
+    shape = (*token_mask.shape, config.top_k)
+    return routed.replace(
+        experts=experts.reshape(shape), weights=weights.reshape(shape), logits=None, groups=groups
+    )
+
+
 def accumulate_experts(
     config: ModelConfig,
     routed: Routed,
@@ -262,11 +308,12 @@ def accumulate_experts(
         accumulate=None if accumulated is None else accumulated.reshape(-1, hidden),
         compute_dtype=routed.moe_input.dtype,
         with_misses=True,
+        groups=routed.groups if group_mask is None else None,
     )
     if slots.dtype == jnp.int32:
-        total, misses = nested_ffn(*rows, draft, **options)
+        total, misses = nested_ffn.nested_ffn(*rows, draft, **options)
     else:
-        total, misses = expert_ffn(*rows, **options)
+        total, misses = expert_ffn.expert_ffn(*rows, **options)
     total = total.reshape(routed.moe_input.shape)
     return (total, misses) if with_misses else total
 
@@ -288,7 +335,7 @@ def close_layer(
 
     token_mask = (routed.experts != config.no_expert).any(-1)
     lengths = jnp.zeros(token_mask.shape[0], jnp.int32)
-    routed = routed.replace(next_experts=None)
+    routed = routed.replace(next_experts=None, groups=None)
     return run_over_tokens(body, None, (routed, accumulated), lengths, token_mask)[1]
 
 

@@ -22,8 +22,10 @@ from pallas_kernels.expert_ffn.slot_rows import slot_rows
 from specter_jax.config import ModelConfig, layer_name
 from specter_jax.models.decoder import (
     accumulate_experts,
+    choose_and_group,
     close_layer,
     dense_layer,
+    grouped_rows,
     route_layer,
 )
 from specter_jax.models.kv import KV, compute_dtype
@@ -190,7 +192,12 @@ def _target_moe(
 ):
     """An MoE layer: hidden state, KV, choices, number of missing experts."""
     args = (config, kind, weights, kv_layer, hidden, lengths, token_mask)
-    routed, kv_layer = optimization_barrier(route_layer(*args, prompt=prompt))
+    block_rows = grouped_rows(config, hidden, slots, token_mask)
+    routed, kv_layer = optimization_barrier(
+        route_layer(*args, prompt=prompt, choose=block_rows is None)
+    )
+    if block_rows is not None:
+        routed = choose_and_group(config, routed, slot_row, token_mask, block_rows)
     total, misses = accumulate_experts(
         config, routed, slots, slot_row, draft=draft, with_misses=True
     )
