@@ -65,6 +65,8 @@ class Baseline:
         self.args = args
         self.begin = time.perf_counter()
         self.results: dict[str, Any] = {"baseline": [], "prefill": []}
+        # So that nobody takes a trial for a measurement.
+        self.name = args.model + (" (tiny)" if args.tiny else "")
         self.on_gpu = torch.cuda.is_available()
         if not self.on_gpu and not args.tiny:
             raise SystemExit("error: PyTorch sees no GPU; --tiny tries this out on the CPU")
@@ -98,7 +100,7 @@ class Baseline:
     def place(self, model: torch.nn.Module, budget: float) -> tuple[torch.nn.Module, float]:
         """Gives the GPU what the budget holds; returns the share of bytes that it got."""
         if not self.on_gpu:
-            return model, 0.0
+            return accelerate.cpu_offload(model, execution_device=torch.device("cpu")), 0.0
         size = sum(p.nbytes for p in model.parameters())
         memory = {0: int((budget - self.args.headroom_gib) * GIB), "cpu": 2 * size}
         device_map = accelerate.infer_auto_device_map(
@@ -142,7 +144,7 @@ class Baseline:
         cell = {
             "system": "transformers",
             "baseline": True,
-            "model": args.model,
+            "model": self.name,
             "budget_gib": budget,
             "dataset": "any",
             "batch": 1,
@@ -182,7 +184,7 @@ class Baseline:
         self.results["prefill"].append(
             {
                 "system": "transformers",
-                "model": self.args.model,
+                "model": self.name,
                 "budget_gib": budget,
                 "date": _now(),
                 "prompt_tokens": length,
@@ -220,7 +222,7 @@ def fill(model: torch.nn.Module) -> None:
             module.register_parameter(name, filled[id(parameter)])
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     model: torch.nn.Module, prompt: torch.Tensor, new_tokens: int
 ) -> tuple[float, list[float]]:

@@ -74,7 +74,9 @@ def predict_measured(
     calibration: Calibration,
     progress: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """The predictable ones of measured cells, each with `predicted_tpot_ms`.
+    """The predictable ones of measured cells, each with `predicted_tpot_ms` and its parts.
+
+    The parts are times of drafting and of verifying, per iteration.
 
     Slots and the length of the output are those of the measured run. Equal cells but for their
     dataset are replayed once: one trace stands for all texts.
@@ -100,10 +102,18 @@ def predict_measured(
             )
         measured = cell.get("tpot_ms", (cell.get("stats") or {}).get("tpot_ms"))
         row = {name: cell.get(name) for name in MEASURED_KEYS} | {"slots": cell["slots"]}
-        rows.append(row | replayed[same] | {"measured_tpot_ms": measured})
+        rows.append(row | replayed[same] | {"measured_tpot_ms": measured} | _parts(cell))
         if progress is not None:
             progress(rows[-1])
     return rows
+
+
+def _parts(cell: Mapping[str, Any]) -> dict[str, float]:
+    """What a measured cell tells of an iteration's parts."""
+    stats = cell.get("stats") or {}
+    turns = stats.get("iterations")
+    names = ("draft_ms", "verify_ms")
+    return {f"measured_{name}": stats[name] / turns for name in names if turns and name in stats}
 
 
 def errors(rows: Iterable[Mapping[str, Any]]) -> Comparison:
@@ -134,8 +144,11 @@ def _replay(
         depth=cell["depth"],
         policy=cell["policy"],
     )
+    turns = max(stats.iterations, 1)
     return {
         "predicted_tpot_ms": stats.tpot_ms,
+        "predicted_draft_ms": stats.draft_ms / turns,
+        "predicted_verify_ms": stats.verify_ms / turns,
         "predicted_hit_rate": stats.hit_rate,
         "predicted_acceptance_rate": stats.acceptance_rate,
         "predicted_bytes_per_token": stats.bytes_host_to_device / stats.new_tokens,
