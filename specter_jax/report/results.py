@@ -20,7 +20,13 @@ from specter_jax.report.predictions import is_prediction, prediction_records
 from specter_jax.report.result_records import Record, Records, records_of
 
 TIMELINE = ".timeline.json"
-LISTS = {"cells": "cells", "prefill": "prefill", "kernels": "kernels", "rows": "kernels"}
+LISTS = {
+    "cells": "cells",
+    "baseline": "cells",
+    "prefill": "prefill",
+    "kernels": "kernels",
+    "rows": "kernels",
+}
 """Keys of a result file, and under which of them their entries are gathered."""
 
 
