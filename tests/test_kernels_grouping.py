@@ -13,6 +13,8 @@ from pallas_kernels.constants import NOT_RESIDENT
 from pallas_kernels.expert_ffn import grouping, triton_grouping
 from pallas_kernels.expert_ffn.api import expert_ffn
 from pallas_kernels.expert_ffn.slot_rows import slot_rows
+from pallas_kernels.nested_ffn.arithmetic import arrange
+from pallas_kernels.nested_ffn.triton_inputs import arrange_inputs
 from pallas_kernels.routing import RoutingRule, choose_experts
 
 FIELDS = ("block_expert", "block_choices", "rank", "misses")
@@ -180,3 +182,15 @@ def test_routing_and_grouping_in_one_kernel(rule, num_rows):
 def test_many_rows_are_routed_and_grouped_apart():
     assert not triton_grouping.routes(33, 64, 6)
     assert not triton_grouping.routes(17, 256, 8)
+
+
+@pytest.mark.parametrize("block_rows", [8, 32])
+def test_inputs_of_blocks_and_rows_in_one_kernel(block_rows):
+    experts, slot_row = random_case(8, 9, 2, 5, 0.3, 0.2, False)
+    groups = grouping.group_choices(jnp.asarray(experts), jnp.asarray(slot_row), block_rows)
+    x = jax.random.normal(jax.random.key(0), (9, 384), jnp.bfloat16)
+    arranged, inputs = arrange_inputs(x, groups.block_choices, 2, 128, interpret=True)
+    np.testing.assert_array_equal(arranged, arrange(x, 128))
+    rows = np.asarray(groups.block_choices).reshape(-1, block_rows // 8, 8) // 2
+    padded = np.concatenate([np.asarray(x, np.float32), np.zeros((1, 384), np.float32)])
+    np.testing.assert_array_equal(inputs.astype(np.float32), padded[rows].swapaxes(2, 3))

@@ -13,6 +13,8 @@ from pallas_kernels.draft_experts import draft_experts, draft_routed, routes
 from pallas_kernels.expert_ffn import grouping, triton_grouping
 from pallas_kernels.expert_ffn.api import expert_ffn
 from pallas_kernels.expert_ffn.slot_rows import slot_rows
+from pallas_kernels.nested_ffn.arithmetic import arrange
+from pallas_kernels.nested_ffn.triton_inputs import arrange_inputs
 from pallas_kernels.routing import RoutingRule, choose_experts
 
 pytestmark = pytest.mark.gpu
@@ -151,3 +153,16 @@ def test_routing_and_grouping_in_one_kernel_keep_bits(num_experts, rule, num_row
     expected = grouping.group_choices(experts, slot_row, 16)
     for field in ("block_expert", "block_choices", "rank", "misses"):
         np.testing.assert_array_equal(getattr(groups, field), getattr(expected, field), field)
+
+
+@pytest.mark.parametrize("block_rows", [8, 64])
+def test_nested_inputs(block_rows):
+    experts, slot_row = random_case(8, 9, 6, 64, 0.3)
+    groups = grouping.group_choices(experts, slot_row, block_rows)
+    x = jax.random.normal(jax.random.key(0), (9, 2048), jnp.bfloat16)
+    call = jax.jit(functools.partial(arrange_inputs, top_k=6, block_in=128))
+    arranged, inputs = call(x, groups.block_choices)
+    np.testing.assert_array_equal(arranged, arrange(x, 128))
+    rows = groups.block_choices.reshape(-1, block_rows // 8, 8) // 6
+    expected = x.at[rows].get(mode="fill", fill_value=0).swapaxes(2, 3)
+    np.testing.assert_array_equal(inputs, expected)

@@ -19,9 +19,10 @@ from pallas_kernels.expert_ffn.grouping import Grouping
 from pallas_kernels.expert_ffn.pallas_triton import outputs_shape, store_choices, sum_choices
 from pallas_kernels.expert_ffn.triton_grouping import group_choices
 from pallas_kernels.nested import NestedLayout
-from pallas_kernels.nested_ffn.arithmetic import WORD_INPUTS, arrange, arranged_place
+from pallas_kernels.nested_ffn.arithmetic import WORD_INPUTS, arranged_place
 from pallas_kernels.nested_ffn.config import ROW_STEP, NestedFFNConfig
 from pallas_kernels.nested_ffn.tiles import Matrix, index, products
+from pallas_kernels.nested_ffn.triton_inputs import arrange_inputs
 
 
 def _gate_up_kernel(
@@ -203,10 +204,11 @@ def nested_ffn(
         interpret=interpret,
     )
     params = plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages)
-    # Each block's inputs, rows side by side: an escape meets one input of every row.
+    # Each block's inputs have its rows side by side: an escape meets one input of every row.
     row_steps = config.block_rows // ROW_STEP
-    block_rows_of = groups.block_choices.reshape(num_blocks, row_steps, ROW_STEP) // top_k
-    inputs = x.at[block_rows_of].get(mode="fill", fill_value=0).swapaxes(2, 3)
+    arranged, inputs = arrange_inputs(
+        x, groups.block_choices, top_k, config.block_in, interpret=interpret
+    )
     active_shape = (num_blocks, config.block_rows, inner)
     active, active_inputs = pl.pallas_call(
         functools.partial(_gate_up_kernel, **common),
@@ -220,7 +222,7 @@ def nested_ffn(
         name="nested_gate_up",
     )(
         *blocks,
-        arrange(x, config.block_in),
+        arranged,
         inputs,
         slots,
         draft["gate_up_codes"],
