@@ -25,8 +25,11 @@ from convert.plan import Plan, build_plan
 from convert.progress import ProgressCallback
 from convert.sources import TensorSource
 from pallas_kernels.nested import NestedLayout, with_capacity
+from specter_jax.arguments import as_integer
 from specter_jax.checkpoint import WORD_DTYPE, GroupSizes, place
 from specter_jax.config import ModelConfig
+from specter_jax.errors import InvalidRequestError
+from specter_jax.paths import as_path
 
 
 class InMemoryCheckpoint:
@@ -41,7 +44,8 @@ class InMemoryCheckpoint:
         group_size, expert_format: as for `convert_checkpoint`.
         progress: told of nested experts that are encoded, as by `convert_checkpoint`.
 
-    Raises as `convert.plan.build_plan` does. Layers are meant to be read in order.
+    Raises as `convert.plan.build_plan` does, and InvalidRequestError for an argument out of range.
+    Layers are meant to be read in order.
     """
 
     def __init__(
@@ -55,7 +59,9 @@ class InMemoryCheckpoint:
         expert_format: str | None = None,
         progress: ProgressCallback | None = None,
     ) -> None:
-        self.path = Path(tokenizer_path)
+        self.path = as_path("tokenizer_path", tokenizer_path)
+        num_workers = as_integer("num_workers", num_workers, 1)
+        self._closed = False
         self._source = source
         self._plan: Plan = build_plan(source, group_size, expert_format=expert_format)
         self._progress = progress
@@ -86,7 +92,7 @@ class InMemoryCheckpoint:
         futures = [future for layer in self._held(0) for future in layer]
         capacity = 0
         for done, future in enumerate(futures, start=1):
-            num_words = future.result()[0]
+            num_words = self._result(future)[0]
             capacity = max(capacity, NestedLayout.from_words(*sizes, num_words).capacity)
             if self._progress is not None:
                 self._progress("encoding experts", done, len(futures))
@@ -101,19 +107,21 @@ class InMemoryCheckpoint:
 
     def load_shared(self, dtype: Any, device: Any = None) -> dict[str, Any]:
         """See `Checkpoint.load_shared`."""
+        self._check()
         trees = [self._workers.submit("shared", part) for part in self._plan.shared]
         return {
-            part: jax.tree.map(lambda array: place(array, dtype, device), tree.result())
+            part: jax.tree.map(lambda array: place(array, dtype, device), self._result(tree))
             for part, tree in zip(self._plan.shared, trees, strict=True)
         }
 
     def load_draft_layer(self, layer: int, device: Any = None) -> dict[str, jax.Array]:
         """See `Checkpoint.load_draft_layer`."""
         for future in self._held(layer)[0]:
-            future.result()
-        # The memory is used again for other things.
-        arrays = jax.device_put(self._memory[layer].draft, device, may_alias=False)
-        return jax.block_until_ready(arrays)
+            self._result(future)
+        # Copies: the memory is given back later, and JAX may go on using an array it was given
+        # (on the CPU it does, whatever it is told about aliasing).
+        draft = {name: array.copy() for name, array in self._memory[layer].draft.items()}
+        return jax.device_put(draft, device)
 
     def open_experts(self) -> _Experts:
         """See `Checkpoint.open_experts`."""
@@ -121,21 +129,43 @@ class InMemoryCheckpoint:
 
     def close(self) -> None:
         """Ends the workers; call it when everything is loaded."""
+        self._closed = True
         self._layers.clear()
         self._workers.close()
 
+    def _check(self, layer: int = 0, expert: int = 0) -> None:
+        """Raises InvalidRequestError if it is closed or an index is out of range."""
+        if self._closed:
+            raise InvalidRequestError("this InMemoryCheckpoint is closed; make another one")
+        config = self.config
+        if not (0 <= layer < config.num_moe_layers and 0 <= expert < config.num_experts):
+            raise InvalidRequestError(
+                f"expert ({layer}, {expert}) is out of range: the model has "
+                f"{config.num_moe_layers} MoE layers of {config.num_experts} experts"
+            )
+
+    def _result(self, future: Future) -> Any:
+        """What a worker made; if that fails nothing else is made either."""
+        try:
+            return future.result()
+        except BaseException:
+            self.close()
+            raise
+
     def _expert(self, layer: int, expert: int) -> np.ndarray:
         """See `ExpertFiles.get`."""
+        self._check(layer, expert)
         layout = self.nested_layout
-        size, array = self._held(layer)[0][expert].result()
+        size, array = self._result(self._held(layer)[0][expert])
         if array is None:
             array = self._memory[layer].get(expert, size)
         if layout is None:
-            return array
+            return array.copy()  # see `load_draft_layer`
         return with_capacity(array, layout.hidden, layout.inner, layout.capacity)
 
     def _held(self, layer: int) -> list[list[Future]]:
         """Futures of the experts of `layer` and of those after it that are held or begun now."""
+        self._check(layer)
         ahead = 2 if self._plan.expert_format == "plain" else len(self._plan.experts)
         wanted = range(layer, min(layer + ahead, len(self._plan.experts)))
         for other in self._layers.keys() - set(wanted):

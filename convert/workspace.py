@@ -60,7 +60,8 @@ def existing_conversion(destination: Path, fingerprint: str, *, force: bool) -> 
         return None
     if not _is_conversion(destination):
         raise InvalidRequestError(
-            f"{destination} exists and is not a converted model; choose another destination"
+            f"{destination} exists and is not a converted model; choose another destination, or "
+            "remove it if it was one and is damaged"
         )
     with contextlib.suppress(CheckpointError):
         manifest = read_manifest(destination)

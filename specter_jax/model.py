@@ -39,7 +39,7 @@ Progress = Callable[[str, int, int], None]
 """`(what, done, total)`, called while converting, loading and compiling."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class Model:
     """What `load` returns and `generate` runs.
 
@@ -70,6 +70,10 @@ class Model:
     controllers: dict[tuple[str, int], DepthController] = dataclasses.field(default_factory=dict)
     progress: Progress | None = None
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def __repr__(self) -> str:
+        held = f"{self.pool.num_slots} of {self.config.num_moe_layers * self.config.num_experts}"
+        return f"<Model {self.path}: {self.config.family}, {self.dtype}, {held} experts in slots>"
 
     def context(self, recorder: StatsRecorder, trace: Tracer) -> Context:
         """What the engine's phases share during one generation."""

@@ -46,7 +46,7 @@ SYSTEMS: dict[str, System] = {
             published="An LRU cache of equal size in every layer; while a layer is computed, the "
             "next layer's experts are guessed by its router from this layer's hidden state and "
             "fetched into buffers beside the cache. No speculative decoding.",
-            assumed="All of a token's top-k experts are guessed. Experts at 16 bits, not quantized "
+            assumed="All of a token's top-k experts are guessed. Experts exact, not quantized "
             "to 2 or 3. A layer that needs more experts at once than its share borrows slots.",
         ),
         System(

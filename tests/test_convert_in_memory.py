@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ from convert_cases import EMBEDDED_MODEL
 
 from convert import InMemoryCheckpoint, SafetensorsSource, convert_checkpoint
 from specter_jax.checkpoint import open_checkpoint
+from specter_jax.errors import ConversionError, InvalidRequestError
 
 
 @pytest.mark.parametrize("expert_format", ["nested", "plain"])
@@ -50,6 +52,77 @@ def test_experts_that_are_all_escapes_find_room(monkeypatch):
     np.testing.assert_array_equal(small.open_experts().get(0, 3), expected)
     checkpoint.close()
     small.close()
+
+
+@pytest.mark.parametrize("expert_format", ["nested", "plain"])
+def test_a_loaded_model_keeps_its_weights(tmp_path, expert_format):
+    """What was loaded must not change when the memory it came from is given back."""
+    import specter_jax as sj
+
+    convert_checkpoint(EMBEDDED_MODEL, tmp_path / "converted", expert_format=expert_format)
+    expected = sj.load(tmp_path / "converted", dtype="float32", expert_slots=20)
+    checkpoint = InMemoryCheckpoint(
+        SafetensorsSource(EMBEDDED_MODEL),
+        tokenizer_path=EMBEDDED_MODEL,
+        expert_format=expert_format,
+        num_workers=2,
+    )
+    model = sj.load(checkpoint, dtype="float32", expert_slots=20)
+    checkpoint.close()
+    assert_equal_trees(model.params, expected.params)
+    assert_equal_trees(model.pool.store.experts, expected.pool.store.experts)
+
+
+def test_an_expert_stays_valid_after_later_layers_were_read():
+    checkpoint = InMemoryCheckpoint(
+        SafetensorsSource(EMBEDDED_MODEL), tokenizer_path=EMBEDDED_MODEL, expert_format="plain"
+    )
+    experts = checkpoint.open_experts()
+    first = experts.get(0, 3)
+    before = first.copy()
+    for layer in range(1, 5):
+        experts.get(layer, 0)
+    np.testing.assert_array_equal(first.view(np.uint16), before.view(np.uint16))
+    checkpoint.close()
+
+
+def test_bad_indices_and_a_closed_checkpoint_are_refused():
+    source = SafetensorsSource(EMBEDDED_MODEL)
+    checkpoint = InMemoryCheckpoint(source, tokenizer_path=EMBEDDED_MODEL)
+    experts = checkpoint.open_experts()
+    for key in ((-1, 0), (0, -1), (5, 0), (0, 32)):
+        with pytest.raises(InvalidRequestError, match="out of range"):
+            experts.get(*key)
+    checkpoint.close()
+    with pytest.raises(InvalidRequestError, match="closed"):
+        experts.get(0, 0)
+    with pytest.raises(InvalidRequestError, match="closed"):
+        checkpoint.load_shared("float32")
+    for bad in ({"num_workers": 0}, {"num_workers": "x"}, {"tokenizer_path": None}):
+        with pytest.raises(InvalidRequestError):
+            InMemoryCheckpoint(source, **{"tokenizer_path": EMBEDDED_MODEL, **bad})
+
+
+def test_a_source_that_fails_stops_the_other_experts():
+    class Failing(SafetensorsSource):
+        reads = 0
+
+        def read(self, name):
+            if "experts" in name:
+                Failing.reads += 1
+                if Failing.reads > 3:
+                    time.sleep(0.05)  # time for the others to be called off
+                    raise ConversionError("the source failed")
+            return super().read(name)
+
+        read_slice = read
+
+    checkpoint = InMemoryCheckpoint(Failing(EMBEDDED_MODEL), tokenizer_path=EMBEDDED_MODEL)
+    with pytest.raises(ConversionError, match="the source failed"):
+        checkpoint.open_experts()
+    with pytest.raises(InvalidRequestError, match="closed"):
+        checkpoint.open_experts().get(0, 0)
+    assert Failing.reads < 100
 
 
 def test_worker_processes_give_the_same(tmp_path):

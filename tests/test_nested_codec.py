@@ -175,3 +175,33 @@ def test_sections_begin_on_16_bytes():
         for word in (layout.row_starts, layout.escapes):
             assert word % 4 == 0
         assert NestedLayout.from_words(hidden, inner, layout.num_words) == layout
+
+
+def test_lists_that_contradict_themselves_are_refused():
+    hidden, inner = 128, 88
+    rng = np.random.default_rng(3)
+    packed = rng.standard_normal(3 * hidden * inner).astype(BF16)
+    draft = draft_of(packed, hidden, inner, (8, 8))
+    words = encode(packed, draft[1], draft[3])
+    layout = NestedLayout.from_words(hidden, inner, len(words))
+    starts = slice(layout.row_starts, layout.row_starts + layout.num_rows + 1)
+    first_down = words[starts][2 * inner]
+
+    def damaged(index: int, value: int) -> np.ndarray:
+        copy = words.copy()
+        copy[index] = value
+        return copy
+
+    reversed_starts = words.copy()
+    reversed_starts[starts] = words[starts][::-1]
+    for bad in (
+        reversed_starts,
+        damaged(layout.row_starts, 1),
+        damaged(layout.row_starts + 5, -7),
+        damaged(layout.row_starts + layout.num_rows, layout.capacity + 1),
+        damaged(layout.escapes, hidden),  # position past a gate row
+        damaged(layout.escapes + first_down, inner),  # past a down row
+        damaged(layout.escapes, 0x7F80 << 16),  # infinity
+    ):
+        with pytest.raises(ValueError, match=r"order|outside|finite|does not fit"):
+            with_capacity(bad, hidden, inner, layout.capacity)

@@ -21,6 +21,7 @@ from pallas_kernels.nested.layout import (
 )
 
 _MAGNITUDE_MASK = 0x7FFF
+_INFINITY_BITS = 0x7F80
 _SIGN_BIT = 0x8000
 _BLOCK_ELEMENTS = 1 << 17  # 256 KiB of bf16: a block and its temporaries stay in the CPU's cache
 
@@ -120,6 +121,29 @@ def num_escapes(words: np.ndarray, layout: NestedLayout) -> int:
     return int(words[layout.row_starts + layout.num_rows])
 
 
+def check_words(words: np.ndarray, layout: NestedLayout) -> None:
+    """Raises ValueError if the lists of an expert contradict themselves.
+
+    A kernel follows them without looking: row starts must ascend from 0 to the number of escapes,
+    positions lie within their rows, and an escape be finite.
+    """
+    starts = _row_starts(words, layout)
+    count = int(starts[-1])
+    if starts[0] != 0 or (np.diff(starts) < 0).any() or count > layout.capacity:
+        raise ValueError("the row starts of its escapes are not in order")
+    escapes = words[layout.escapes :][:count].view(np.uint32)
+    in_gate_up = int(starts[2 * layout.inner])
+    positions = escapes & np.uint32(0xFFFF)
+    for part, length in (
+        (positions[:in_gate_up], layout.hidden),
+        (positions[in_gate_up:], layout.inner),
+    ):
+        if (part >= length).any():
+            raise ValueError("an escape lies outside of its row")
+    if ((escapes >> 16 & _INFINITY_BITS) == _INFINITY_BITS).any():
+        raise ValueError("an escape is not finite")
+
+
 def with_capacity(
     words: np.ndarray, hidden: int, inner: int, capacity: int, out: np.ndarray | None = None
 ) -> np.ndarray:
@@ -140,6 +164,7 @@ def with_capacity(
             f"an expert with {count} escapes does not fit a capacity of {capacity} "
             f"(its own is {old.capacity})"
         )
+    check_words(words, old)
     if out is None:
         out = np.empty(new.num_words, "<i4")
     end = new.escapes + count

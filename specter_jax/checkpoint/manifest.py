@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pallas_kernels.int4 import CODES_PER_WORD
-from pallas_kernels.nested import NestedLayout
+from pallas_kernels.nested import NestedLayout, padded_capacity
 from specter_jax.checkpoint.safetensors_file import DTYPES
 from specter_jax.config import ModelConfig, layer_name
 from specter_jax.config.checks import as_choice, as_count, as_list, as_object, as_text, shown
@@ -246,6 +246,11 @@ def _check_expert_format(manifest: Manifest) -> None:
         return
     if manifest.dtype != "bfloat16":
         raise ValueError(f'expert_format="nested" contradicts dtype={shown(manifest.dtype)}')
+    most = padded_capacity(manifest.expert_elements)
+    if manifest.escape_capacity > most:
+        raise ValueError(
+            f"escape_capacity={manifest.escape_capacity}, an expert has {most} weights at most"
+        )
     try:
         _ = manifest.nested_layout
     except ValueError as error:

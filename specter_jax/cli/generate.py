@@ -28,6 +28,7 @@ def run(options: argparse.Namespace) -> None:
     check_output("--trace", options.trace)
 
     prepare_environment()
+    _note_unused_depth(options)
     from specter_jax.api import generate
     from specter_jax.output import write_text_atomically
     from specter_jax.trace import Trace
@@ -67,6 +68,14 @@ def run(options: argparse.Namespace) -> None:
         printer.finish()
     if not options.quiet and not options.json:
         print_statistics(result.stats)
+
+
+def _note_unused_depth(options: argparse.Namespace) -> None:
+    """Says so if a depth was asked for that the policy has no use for."""
+    from specter_jax.offload import get_policy
+
+    if options.depth and options.depth != "auto" and not get_policy(options.policy).speculative:
+        print(f"note: {options.policy} does not draft; --depth is not used", file=sys.stderr)
 
 
 def print_statistics(stats) -> None:

@@ -30,6 +30,10 @@ def run(options: argparse.Namespace) -> None:
     """Predict and report; raises SpecterError or OSError."""
     check_model(options.model)
     check_output("--record", options.record)
+    if options.record is None and (options.prompt or options.prompts):
+        raise InvalidRequestError(
+            "--prompt and --prompts are what --record runs the model on; give it too, or leave them"
+        )
     calibration = load_calibration(options.calibration or DEFAULT_CALIBRATION)
     if options.record is None and "jax" not in sys.modules:
         # Nothing here needs a GPU, and a JAX that finds one takes memory on it.

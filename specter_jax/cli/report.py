@@ -56,7 +56,7 @@ def _report(options: argparse.Namespace, models: list[str]) -> dict[str, Any]:
         return read_report(options.redraw)
     tasks = read_tasks(options.datasets)
     settings = QUICK if options.quick else FULL
-    with Progress() as progress:
+    with Progress(lines=True) as progress:
 
         def tell(what: str) -> None:
             progress(what, 0, 1)

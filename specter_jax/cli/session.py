@@ -77,10 +77,15 @@ def load_model(options: argparse.Namespace) -> "Model":
 
 
 class Progress:
-    """One line on standard error that is written over; nothing where that is no terminal."""
+    """One line on standard error that is written over, where that is a terminal.
 
-    def __init__(self) -> None:
+    lines: elsewhere, a line for each new step, for what takes minutes; else nothing.
+    """
+
+    def __init__(self, *, lines: bool = False) -> None:
         self._shown = sys.stderr.isatty()
+        self._lines = lines and not self._shown
+        self._last = ""
 
     def __call__(self, what: str, done: int, total: int) -> None:
         """`done` of `total` steps of `what` are finished."""
@@ -88,6 +93,9 @@ class Progress:
             # A finished step clears its line, for text may follow.
             shown = f"{what} {done}/{total}" if done < total else ""
             print(f"\r\033[K{shown}", end="", file=sys.stderr, flush=True)
+        elif self._lines and what != self._last:
+            print(what, file=sys.stderr, flush=True)
+            self._last = what
 
     def __enter__(self) -> "Progress":
         if self._shown:

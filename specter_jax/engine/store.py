@@ -57,6 +57,6 @@ class ExpertStore:
 
 
 def pin_layer(experts: Sequence[np.ndarray], device: jax.Device) -> tuple[jax.Array, ...]:
-    """Copies one layer's experts (memory-mapped arrays, say) into pinned memory."""
-    arrays = jax.device_put(list(experts), host_sharding(device), may_alias=False)
+    """One layer's experts in pinned memory; on the CPU these may be the given arrays themselves."""
+    arrays = jax.device_put(list(experts), host_sharding(device))
     return tuple(jax.block_until_ready(arrays))
