@@ -106,6 +106,7 @@ def test_a_recorded_trace_can_be_used_again(capsys, tiny_directory, tmp_path, ti
         (["--card", "rtx-1"], "unknown card 'rtx-1': choose one of rtx-3090"),
         (["--card", "h200", "--link", "nan"], "'nan' is not a number above 0"),
         (["--card", "h200", "--gpu-memory", "1MiB"], "too small"),
+        (["--card", "h200", "--prompt", "hi"], "are what --record runs the model on"),
         (["--card", "h200", "--policy", "mo"], "next layer's experts"),
         (["--card", "h200", "--record", "x.npz"], "has no weights to record from"),
     ],
