@@ -11,8 +11,8 @@ import numpy as np
 from pallas_kernels.draft_experts import DERIVED_BYTES
 from specter_jax.checkpoint import Checkpoint
 from specter_jax.config import ModelConfig
-from specter_jax.models.decoder import DenseBlock, MoEBlock
 from specter_jax.models.kv import init_kv
+from specter_jax.models.layer_modules import DenseBlock, MoEBlock
 from specter_jax.models.outer import Outer
 
 _SCALE_BYTES, _TABLE_BYTES, _CODES_PER_BYTE = 2, 4, 2

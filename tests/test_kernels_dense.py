@@ -39,6 +39,8 @@ def dense64(x, part, dtype):
         y = y / (1 + np.exp(-y)) * side(part.up, part.up_bias)
     if part.scale is not None:
         y = y / (1 + np.exp(-np.asarray(part.scale, np.float64)))
+    if part.terms is not None:
+        y = y + np.asarray(part.terms, np.float64).sum(-2)
     return y + sum(np.asarray(term, np.float64) for term in part.add)
 
 
@@ -67,6 +69,7 @@ def case(num_rows, num_in=304, dtype=jnp.float32, seed=0):
         Dense(
             weight=weight(24),
             scale=array(num_rows, 1, as_type=jnp.float32),
+            terms=array(num_rows, 3, 24, as_type=jnp.float32),
             add=(array(num_rows, 24, as_type=jnp.float32), array(num_rows, 24)),
             dtype=dtype,
         ),
@@ -207,3 +210,14 @@ def test_masked_rows_choose_no_expert():
     experts, _ = choose_experts(config, logits, jnp.array([[True, False]]))
     assert experts[0, 1].tolist() == [config.no_expert] * config.top_k
     assert experts[0, 0].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("num_rows", [1, 17])
+def test_terms_are_summed_before_they_are_added(num_rows):
+    x, parts = case(num_rows)
+    part = parts[2]
+    total = sum(part.terms[:, number] for number in range(3))
+    apart = dataclasses.replace(part, terms=None, add=(total, *part.add))
+    for name in ("rows", "vector") if num_rows == 1 else ("rows",):
+        values = kernel(name)(x, [part]), kernel(name)(x, [apart])
+        np.testing.assert_array_equal(*(value[0] for value in values))

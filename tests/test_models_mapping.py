@@ -13,7 +13,7 @@ from convert.mapping import (
 )
 from specter_jax.config import FAMILIES, ModelConfig, layer_name
 from specter_jax.models import init_kv
-from specter_jax.models.decoder import DenseBlock, MoEBlock
+from specter_jax.models.layer_modules import DenseBlock, MoEBlock
 from specter_jax.models.outer import Outer
 from tests.checkpoints import published_name, random_tensors, tiny_config
 

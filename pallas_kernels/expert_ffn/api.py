@@ -27,13 +27,15 @@ def expert_ffn(
     implementation: Implementation | None = None,
     with_misses: bool = False,
     groups: Grouping | None = None,
+    summed: bool = True,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Weighted sum of each row's chosen experts; arrays as in `reference.expert_ffn`.
 
     implementation: None takes the kernels on an NVIDIA GPU where they support the sizes, and the
     reference otherwise. with_misses: also return the number of distinct experts that are chosen
     and not resident, an int32 scalar. groups: those of `experts` in blocks of `block_rows`, for the
-    kernels, if known.
+    kernels, if known. summed: false for the outputs of a row's choices, float32 [rows, k, hidden]
+    in order of expert id, where the kernels run and there is nothing to accumulate to.
 
     Raises:
         NotImplementedError: `implementation="pallas"` cannot run this; the text says why.
@@ -61,7 +63,7 @@ def expert_ffn(
         raise NotImplementedError(f"expert_ffn by Pallas: {reason}")
     config = config_for(*sizes, **counts)
     return pallas_triton.expert_ffn(
-        *arguments, config=config, with_misses=with_misses, groups=groups
+        *arguments, config=config, with_misses=with_misses, groups=groups, summed=summed
     )
 
 

@@ -166,18 +166,14 @@ def store_choices(out_ref, rank_ref, choices, first, values, top_k):
     )
 
 
-def sum_choices(
-    outputs: jax.Array, num_rows: int, top_k: int, accumulate: jax.Array | None
-) -> jax.Array:
-    """Adds a row's choices in order of expert id: float32 [rows, hidden].
+def sum_choices(outputs: jax.Array, accumulate: jax.Array | None = None) -> jax.Array:
+    """Adds a row's choices in order: float32 [..., k, hidden] -> [..., hidden].
 
-    outputs: see `outputs_shape`. accumulate: float32 [rows, hidden] to start from, or None.
+    accumulate: float32 [..., hidden] to start from, or None.
     """
-    hidden = outputs.shape[1]
-    outputs = outputs[: num_rows * top_k].reshape(num_rows, top_k, hidden)
-    total = jnp.zeros((num_rows, hidden), jnp.float32) if accumulate is None else accumulate
-    for place in range(top_k):
-        total += outputs[:, place]
+    total = jnp.zeros_like(outputs[..., 0, :]) if accumulate is None else accumulate
+    for place in range(outputs.shape[-2]):
+        total += outputs[..., place, :]
     return total
 
 
@@ -194,12 +190,14 @@ def expert_ffn(
     interpret: bool = False,
     with_misses: bool = False,
     groups: Grouping | None = None,
+    summed: bool = True,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Weighted sum of each row's chosen experts; arguments as in `reference.expert_ffn`.
 
     interpret: run the kernels' arithmetic on any device, slowly. with_misses: also return the
     number of distinct experts that are chosen and not resident, int32. groups: those of `experts`
-    in blocks of `config.block_rows`, if known. Returns float32 [rows, hidden].
+    in blocks of `config.block_rows`, if known. Returns float32 [rows, hidden], or [rows, k, hidden]
+    where it is not to be summed.
     """
     num_rows, hidden = x.shape
     top_k = experts.shape[1]
@@ -236,5 +234,6 @@ def expert_ffn(
         active,
         slots.reshape(num_slots, 3 * hidden, inner),
     )
-    total = sum_choices(outputs, num_rows, top_k, accumulate)
+    outputs = outputs[:num_choices].reshape(num_rows, top_k, hidden)
+    total = sum_choices(outputs, accumulate) if summed else outputs
     return (total, groups.misses) if with_misses else total

@@ -178,12 +178,14 @@ def nested_ffn(
     interpret: bool = False,
     with_misses: bool = False,
     groups: Grouping | None = None,
+    summed: bool = True,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Weighted sum of each row's chosen experts; arguments as in `reference.nested_ffn`.
 
     interpret: run the kernels' arithmetic on any device, slowly. with_misses: also return the
     number of distinct experts that are chosen and not resident, int32. groups: those of `experts`
-    in blocks of `config.block_rows`, if known. Returns float32 [rows, hidden].
+    in blocks of `config.block_rows`, if known. Returns float32 [rows, hidden], or [rows, k, hidden]
+    where it is not to be summed.
     """
     num_rows, hidden = x.shape
     top_k = experts.shape[1]
@@ -245,5 +247,6 @@ def nested_ffn(
         draft["down_codes"],
         draft["down_scales"],
     )
-    total = sum_choices(outputs, num_rows, top_k, accumulate)
+    outputs = outputs[:num_choices].reshape(num_rows, top_k, hidden)
+    total = sum_choices(outputs, accumulate) if summed else outputs
     return (total, groups.misses) if with_misses else total

@@ -147,7 +147,9 @@ def _flat(x: jax.Array) -> jax.Array:
 
 def _flat_part(part: Dense) -> Dense:
     scale = None if part.scale is None else _flat(part.scale)
-    return dataclasses.replace(part, scale=scale, add=tuple(_flat(term) for term in part.add))
+    terms = None if part.terms is None else part.terms.reshape(-1, *part.terms.shape[-2:])
+    add = tuple(_flat(term) for term in part.add)
+    return dataclasses.replace(part, scale=scale, terms=terms, add=add)
 
 
 def _is_single_row(x: jax.Array | Normalized) -> bool:

@@ -58,6 +58,13 @@ def read_epilogue(part: Dense, row_index, lines, used) -> Dense:
         value = plgpu.load(ref.at[row_index, columns], mask=used, other=0.0)
         return value.astype(jnp.float32)
 
+    def summed(ref):
+        total = 0.0
+        for number in range(ref.shape[1]):
+            places = (row_index, jnp.full_like(lines, number), lines)
+            total += plgpu.load(ref.at[places], mask=used, other=0.0).astype(jnp.float32)
+        return total
+
     return dataclasses.replace(
         part,
         weight=None,
@@ -65,6 +72,7 @@ def read_epilogue(part: Dense, row_index, lines, used) -> Dense:
         bias=bias(part.bias),
         up_bias=bias(part.up_bias),
         scale=None if part.scale is None else term(part.scale, jnp.zeros_like(lines)),
+        terms=None if part.terms is None else summed(part.terms),
         add=tuple(term(ref, lines) for ref in part.add),
     )
 
@@ -80,6 +88,8 @@ def epilogue(values: Dense, sums):
         y = y / (1 + jnp.exp(-y)) * side(sums[1], values.up_bias)
     if values.scale is not None:
         y = y / (1 + jnp.exp(-values.scale))
+    if values.terms is not None:
+        y += values.terms
     for term in values.add:
         y += term
     return y.astype(values.dtype)

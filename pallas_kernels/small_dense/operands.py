@@ -36,11 +36,12 @@ class Dense:
 
     1. `x @ weight.T + bias`; with `up`, `silu` of that times `x @ up.T + up_bias`.
     2. Times `sigmoid(scale)`.
-    3. Each of `add` is added, then the result is rounded to `dtype`.
+    3. `terms`, summed over k first, and each of `add` are added, then the result is rounded to
+       `dtype`.
 
-    weight, up: [out, in]. bias, up_bias: [out]. scale: [..., 1]. add: arrays [..., out]. dtype:
-    of the result. widen: where the weight's dtype is not x's, multiply both as float32 instead of
-    rounding the weight to x's dtype.
+    weight, up: [out, in]. bias, up_bias: [out]. scale: [..., 1]. terms: [..., k, out]. add: arrays
+    [..., out]. dtype: of the result. widen: where the weight's dtype is not x's, multiply both as
+    float32 instead of rounding the weight to x's dtype.
     """
 
     weight: jax.Array
@@ -48,6 +49,7 @@ class Dense:
     up: jax.Array | None = None
     up_bias: jax.Array | None = None
     scale: jax.Array | None = None
+    terms: jax.Array | None = None
     add: tuple[jax.Array, ...] = ()
     dtype: jax.typing.DTypeLike = jnp.float32
     widen: bool = False

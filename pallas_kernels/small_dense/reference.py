@@ -37,6 +37,11 @@ def _product(x: jax.Array, part: Dense) -> jax.Array:
         y = jax.nn.silu(y) * _side(x, part.up, part.up_bias)
     if part.scale is not None:
         y = jax.nn.sigmoid(part.scale) * y
+    if part.terms is not None:
+        total = 0.0
+        for number in range(part.terms.shape[-2]):
+            total = total + part.terms[..., number, :].astype(jnp.float32)
+        y = total + y
     for term in part.add:
         y = term.astype(jnp.float32) + y
     return y.astype(part.dtype)

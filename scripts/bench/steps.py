@@ -33,7 +33,7 @@ from pallas_kernels.draft_experts import prepare_draft_layer
 from specter_jax.config import ModelConfig, layer_name
 from specter_jax.engine.programs import build_programs
 from specter_jax.models import init_kv
-from specter_jax.models.decoder import DenseBlock, MoEBlock
+from specter_jax.models.layer_modules import DenseBlock, MoEBlock
 from specter_jax.models.outer import Outer
 
 CONTEXT = 256

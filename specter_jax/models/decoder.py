@@ -10,160 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import flax.linen as nn
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import expert_ffn, nested_ffn
 from pallas_kernels.constants import NOT_RESIDENT
 from pallas_kernels.expert_ffn import triton_grouping
-from pallas_kernels.expert_ffn.grouping import Grouping
-from pallas_kernels.small_dense import Dense, products, runs_in_kernels
+from pallas_kernels.small_dense import runs_in_kernels
 from specter_jax.config import ModelConfig
-from specter_jax.models.attention_gqa import GroupedQueryAttention
-from specter_jax.models.attention_mla import LatentAttention
 from specter_jax.models.blocks import run_over_tokens
 from specter_jax.models.kv import KVLayer, token_positions
-from specter_jax.models.linear import Linear
-from specter_jax.models.mlp import GatedMLP
-from specter_jax.models.norms import make_norm
-from specter_jax.models.router import Router, choose_experts, routing_rule
+from specter_jax.models.layer_modules import DenseBlock, MoEBlock, Routed
+from specter_jax.models.router import routing_rule
 
 LayerParams = Mapping[str, Any]
-
-
-@flax.struct.dataclass
-class Routed:
-    """State of an MoE layer between its router and its experts.
-
-    residual: [batch, tokens, hidden], the stream after attention. moe_input: the same shape,
-    normalized. experts: int32 [batch, tokens, k], `config.no_expert` where the token is masked.
-    weights: float32 [batch, tokens, k]. logits: float32 [batch, tokens, num_experts] where
-    `route` was not to choose; experts and weights are None then. next_experts: like experts, what
-    the next MoE layer's router says of `residual` (a prediction), or None. shared: what the
-    shared expert's down projection takes, [batch, tokens, inner], and the logit of its gate,
-    [batch, tokens, 1], if it has one; empty where `close` computes them. groups: of the chosen
-    experts, where `choose_and_group` chose them.
-    """
-
-    residual: jax.Array
-    moe_input: jax.Array
-    experts: jax.Array | None
-    weights: jax.Array | None
-    logits: jax.Array | None = None
-    next_experts: jax.Array | None = None
-    shared: tuple[jax.Array, ...] = ()
-    groups: Grouping | None = None
-
-
-class MoEBlock(nn.Module):
-    """A decoder layer with routed experts, which are passed in, not held."""
-
-    config: ModelConfig
-    layer: int
-
-    def setup(self) -> None:
-        c = self.config
-        self.input_norm = make_norm(c.norm, c.hidden_size, c.norm_eps)
-        self.attention = _attention(c, self.layer)
-        self.post_norm = make_norm(c.norm, c.hidden_size, c.norm_eps)
-        self.router = Router(c)
-        if c.shared_intermediate_size:
-            self.shared_expert = GatedMLP(c.hidden_size, c.shared_intermediate_size, c.mlp_bias)
-            if c.shared_expert_gate:
-                self.shared_expert_gate = Linear(c.hidden_size, 1)
-
-    def route(
-        self,
-        hidden: jax.Array,
-        kv: KVLayer,
-        lengths: jax.Array,
-        lengths_seen: jax.Array,
-        token_mask: jax.Array | None = None,
-        choose: bool = True,
-    ) -> tuple[Routed, KVLayer]:
-        """Attention, residual, norm and router.
-
-        token_mask: bool [batch, tokens], None for all. choose: see `route_layer`.
-        """
-        x = self.input_norm.deferred(hidden)
-        residual, kv = self.attention(x, kv, lengths, lengths_seen, residual=hidden)
-        # One kernel for all that takes this input, where there are kernels.
-        shared = self._shared_parts(residual.dtype) if runs_in_kernels(residual) else []
-        logits, *shared, moe_input = products(
-            self.post_norm.deferred(residual), [self.router.dense(), *shared], keep_input=True
-        )
-        shared = tuple(shared)
-        if not choose:
-            return Routed(residual, moe_input, None, None, logits, shared=shared), kv
-        experts, weights = choose_experts(self.config, logits, token_mask)
-        return Routed(residual, moe_input, experts, weights, shared=shared), kv
-
-    def _shared_parts(self, dtype: jax.typing.DTypeLike) -> list[Dense]:
-        """Those products of the shared expert that take the normalized stream."""
-        if not self.config.shared_intermediate_size:
-            return []
-        parts = [self.shared_expert.gate_up(dtype)]
-        if self.config.shared_expert_gate:
-            parts.append(self.shared_expert_gate.dense())
-        return parts
-
-    def predict(self, residual: jax.Array) -> jax.Array:
-        """This layer's choice for another layer's residual stream: int32 [batch, tokens, k]."""
-        return self.router(self.post_norm.deferred(residual))[0]
-
-    def close(self, routed: Routed, accumulated: jax.Array) -> jax.Array:
-        """Adds the shared expert and the residual to the routed experts' sum."""
-        stream = routed.residual
-        if not self.config.shared_intermediate_size:
-            return _add(stream, accumulated)
-        active, *gate = routed.shared or products(
-            routed.moe_input, self._shared_parts(stream.dtype)
-        )
-        return self.shared_expert.down(
-            active, gate[0] if gate else None, (accumulated, stream), stream.dtype
-        )
-
-    def __call__(
-        self, hidden: jax.Array, kv: KVLayer, lengths: jax.Array, lengths_seen: jax.Array
-    ) -> tuple[jax.Array, KVLayer]:
-        """The layer without its routed experts; touches every parameter (for shapes)."""
-        routed, kv = self.route(hidden, kv, lengths, lengths_seen)
-        return self.close(routed, jnp.zeros(hidden.shape, jnp.float32)), kv
-
-
-class DenseBlock(nn.Module):
-    """A decoder layer whose MLP is an ordinary one."""
-
-    config: ModelConfig
-    layer: int
-
-    def setup(self) -> None:
-        c = self.config
-        self.input_norm = make_norm(c.norm, c.hidden_size, c.norm_eps)
-        self.attention = _attention(c, self.layer)
-        self.post_norm = make_norm(c.norm, c.hidden_size, c.norm_eps)
-        self.mlp = GatedMLP(c.hidden_size, c.dense_intermediate_size, c.mlp_bias)
-
-    def __call__(
-        self, hidden: jax.Array, kv: KVLayer, lengths: jax.Array, lengths_seen: jax.Array
-    ) -> tuple[jax.Array, KVLayer]:
-        """hidden: [batch, tokens, hidden] -> the same, and the updated cache layer."""
-        x = self.input_norm.deferred(hidden)
-        hidden, kv = self.attention(x, kv, lengths, lengths_seen, residual=hidden)
-        [active] = products(self.post_norm.deferred(hidden), [self.mlp.gate_up(hidden.dtype)])
-        return self.mlp.down(active, add=(hidden,), dtype=hidden.dtype), kv
-
-
-def _attention(config: ModelConfig, layer: int) -> nn.Module:
-    kind = {"gqa": GroupedQueryAttention, "mla": LatentAttention}[config.attention]
-    return kind(config, config.windows[layer])
-
-
-def _add(stream: jax.Array, update: jax.Array) -> jax.Array:
-    """Adds a float32 update and rounds once, to the stream's dtype."""
-    return (stream.astype(jnp.float32) + update).astype(stream.dtype)
 
 
 def lengths_seen(
@@ -283,6 +143,7 @@ def accumulate_experts(
     draft: LayerParams | None = None,
     *,
     with_misses: bool = False,
+    summed: bool = True,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Adds the chosen and resident experts among `group_mask` to `accumulated`.
 
@@ -292,7 +153,9 @@ def accumulate_experts(
     group_mask: bool [num_experts] or None for all. accumulated: float32 [batch, tokens, hidden] or
     None for zeros. draft: this layer's draft experts, needed where slots hold nested words.
     with_misses: also return the number of distinct chosen experts that are not resident or not in
-    the group, int32. Returns the like of accumulated.
+    the group, int32. summed: false to leave the sum over a row's choices to `close_layer`, where
+    kernels run and nothing is accumulated. Returns the like of accumulated, or float32
+    [batch, tokens, k, hidden].
     """
     hidden = routed.moe_input.shape[-1]
     if group_mask is not None:
@@ -308,13 +171,14 @@ def accumulate_experts(
         accumulate=None if accumulated is None else accumulated.reshape(-1, hidden),
         compute_dtype=routed.moe_input.dtype,
         with_misses=True,
+        summed=summed,
         groups=routed.groups if group_mask is None else None,
     )
     if slots.dtype == jnp.int32:
         total, misses = nested_ffn.nested_ffn(*rows, draft, **options)
     else:
         total, misses = expert_ffn.expert_ffn(*rows, **options)
-    total = total.reshape(routed.moe_input.shape)
+    total = total.reshape(*routed.moe_input.shape[:2], *total.shape[1:])
     return (total, misses) if with_misses else total
 
 
@@ -326,7 +190,8 @@ def close_layer(
 ) -> jax.Array:
     """The part of an MoE layer after its experts: shared expert and residual.
 
-    accumulated: float32 [batch, tokens, hidden]. Returns the next layer's hidden state.
+    accumulated: float32 [batch, tokens, hidden], or [batch, tokens, k, hidden] to be summed over k.
+    Returns the next layer's hidden state.
     """
     moe = MoEBlock(config, config.moe_layers[0])
 

@@ -199,7 +199,7 @@ def _target_moe(
     if block_rows is not None:
         routed = choose_and_group(config, routed, slot_row, token_mask, block_rows)
     total, misses = accumulate_experts(
-        config, routed, slots, slot_row, draft=draft, with_misses=True
+        config, routed, slots, slot_row, draft=draft, with_misses=True, summed=False
     )
     total = optimization_barrier(total)
     hidden = optimization_barrier(close_layer(config, weights, routed, total))

@@ -29,10 +29,12 @@ class Linear(nn.Module):
         dtype: jax.typing.DTypeLike = jnp.float32,
         scale: jax.Array | None = None,
         add: Sequence[jax.Array] = (),
+        terms: jax.Array | None = None,
     ) -> Dense:
         """This product, for `products`, with what follows it: see `Dense`."""
         bias = self.bias if self.use_bias else None
-        return Dense(weight=self.weight, bias=bias, dtype=dtype, scale=scale, add=tuple(add))
+        epilogue = dict(scale=scale, terms=terms, add=tuple(add))
+        return Dense(weight=self.weight, bias=bias, dtype=dtype, **epilogue)
 
     def __call__(
         self, x: jax.Array | Normalized, add: Sequence[jax.Array] = (), dtype=jnp.float32

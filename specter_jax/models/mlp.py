@@ -35,6 +35,7 @@ class GatedMLP(nn.Module):
         scale: jax.Array | None = None,
         add: Sequence[jax.Array] = (),
         dtype: jax.typing.DTypeLike = jnp.float32,
+        terms: jax.Array | None = None,
     ) -> jax.Array:
-        """active: [..., inner] -> [..., hidden]; scale, add and dtype: see `Dense`."""
-        return products(active, [self.down_proj.dense(dtype, scale, add)])[0]
+        """active: [..., inner] -> [..., hidden]; scale, add, dtype and terms: see `Dense`."""
+        return products(active, [self.down_proj.dense(dtype, scale, add, terms)])[0]
