@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
+from pallas_kernels.choice import Implementation, takes_kernels
 from pallas_kernels.decode_attention import pallas_triton, reference
 from pallas_kernels.decode_attention.config import config_for, unsupported_reason
-
-Implementation = Literal["pallas", "reference"]
 
 
 def attend_latent(
@@ -57,7 +54,7 @@ def attend_latent(
         rotated_size=rope_dim,
         value_size=kv_up.shape[1] - nope,
     )
-    if not _takes_kernels(implementation, reason, "attend_latent"):
+    if not takes_kernels("attend_latent", implementation, reason):
         return reference.attend_latent(*arrays, **options)
     config = config_for(
         key_dim=rank + rope_dim,
@@ -97,7 +94,7 @@ def attend_grouped(
     dtype_name = jnp.dtype(compute_dtype).name
     value_dim = values.shape[-1]
     reason = unsupported_reason(tokens, dtype_name, head_size=head_dim, value_size=value_dim)
-    if not _takes_kernels(implementation, reason, "attend_grouped"):
+    if not takes_kernels("attend_grouped", implementation, reason):
         return reference.attend_grouped(*arrays, **options)
     config = config_for(
         key_dim=head_dim,
@@ -109,19 +106,3 @@ def attend_grouped(
         device_kind=tuning.device_kind(),
     )
     return pallas_triton.attend_grouped(*arrays, **options, config=config)
-
-
-def _takes_kernels(implementation: str | None, reason: str | None, name: str) -> bool:
-    if not tuning.is_cuda_gpu():
-        reason = f"needs an NVIDIA GPU, the default device is {tuning.device_kind()}"
-    if implementation is None:
-        return reason is None
-    if implementation == "reference":
-        return False
-    if implementation != "pallas":
-        raise ValueError(
-            f'implementation must be "pallas", "reference" or None, got {implementation!r}'
-        )
-    if reason:
-        raise NotImplementedError(f"{name} by Pallas: {reason}")
-    return True

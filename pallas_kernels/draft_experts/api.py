@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import jax
 
 from pallas_kernels import tuning
+from pallas_kernels.choice import Implementation, takes_kernels
 from pallas_kernels.draft_experts import arithmetic, pallas_triton, reference
 from pallas_kernels.draft_experts.config import config_for, unsupported_reason
 from pallas_kernels.routing import RoutingRule, compares
-
-Implementation = Literal["pallas", "reference"]
 
 DERIVED_BYTES = 36
 """Bytes an expert of what `prepare_draft_layer` adds."""
@@ -36,17 +34,8 @@ def draft_experts(
         NotImplementedError: `implementation="pallas"` cannot run this; the text says why.
         ValueError: unknown implementation.
     """
-    reason = _why_not_pallas(x, layer)
-    if implementation is None:
-        implementation = "reference" if reason else "pallas"
-    if implementation == "reference":
+    if not takes_kernels("draft_experts", implementation, _unsupported(x, layer)):
         return reference.draft_experts(x, experts, weights, layer_arrays(layer))
-    if implementation != "pallas":
-        raise ValueError(
-            f'implementation must be "pallas", "reference" or None, got {implementation!r}'
-        )
-    if reason:
-        raise NotImplementedError(f"draft_experts by Pallas: {reason}")
     hidden, inner = _sizes(x, layer)
     config = config_for(hidden, inner, tuning.device_kind())
     return pallas_triton.draft_experts(x, experts, weights, layer, config=config)
@@ -54,7 +43,8 @@ def draft_experts(
 
 def routes(x: jax.Array, layer: Mapping[str, jax.Array], rule: RoutingRule) -> bool:
     """Whether `draft_routed` takes these; otherwise choose experts and call `draft_experts`."""
-    return not _why_not_pallas(x, layer) and compares(rule, layer["tables"].shape[0])
+    supported = tuning.is_cuda_gpu() and not _unsupported(x, layer)
+    return supported and compares(rule, layer["tables"].shape[0])
 
 
 def draft_routed(
@@ -91,9 +81,7 @@ def _sizes(x: jax.Array, layer: Mapping[str, jax.Array]) -> tuple[int, int]:
     return x.shape[1], layer["gate_up_codes"].shape[1] // 2
 
 
-def _why_not_pallas(x: jax.Array, layer: Mapping[str, jax.Array]) -> str | None:
-    if not tuning.is_cuda_gpu():
-        return f"needs an NVIDIA GPU, the default device is {tuning.device_kind()}"
+def _unsupported(x: jax.Array, layer: Mapping[str, jax.Array]) -> str | None:
     hidden, inner = _sizes(x, layer)
     hidden_group = hidden // layer["gate_up_scales"].shape[2]
     inner_group = inner // layer["down_scales"].shape[2]

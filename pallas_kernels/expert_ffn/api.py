@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
+from pallas_kernels.choice import Implementation, takes_kernels
 from pallas_kernels.expert_ffn import pallas_triton, reference
 from pallas_kernels.expert_ffn.config import config_for, unsupported_reason
 from pallas_kernels.expert_ffn.grouping import Grouping, count_misses
-
-Implementation = Literal["pallas", "reference"]
 
 
 def expert_ffn(
@@ -48,19 +45,9 @@ def expert_ffn(
     sizes = (hidden, inner, dtype_name, tuning.device_kind())
     counts = dict(num_choices=experts.size, num_experts=slot_row.shape[0])
     reason = unsupported_reason(hidden, inner, dtype_name)
-    if not tuning.is_cuda_gpu():
-        reason = f"needs an NVIDIA GPU, the default device is {tuning.device_kind()}"
-    if implementation is None:
-        implementation = "reference" if reason else "pallas"
-    if implementation == "reference":
+    if not takes_kernels("expert_ffn", implementation, reason):
         total = reference.expert_ffn(*arguments)
         return (total, count_misses(experts, slot_row)) if with_misses else total
-    if implementation != "pallas":
-        raise ValueError(
-            f'implementation must be "pallas", "reference" or None, got {implementation!r}'
-        )
-    if reason:
-        raise NotImplementedError(f"expert_ffn by Pallas: {reason}")
     config = config_for(*sizes, **counts)
     return pallas_triton.expert_ffn(
         *arguments, config=config, with_misses=with_misses, groups=groups, summed=summed

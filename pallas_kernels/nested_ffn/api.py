@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
+from pallas_kernels.choice import Implementation, takes_kernels
 from pallas_kernels.expert_ffn.grouping import Grouping, count_misses
 from pallas_kernels.nested_ffn import pallas_triton, reference
 from pallas_kernels.nested_ffn.config import config_for, unsupported_reason
-
-Implementation = Literal["pallas", "reference"]
 
 
 def nested_ffn(
@@ -50,19 +48,9 @@ def nested_ffn(
     sizes = (hidden, inner, dtype_name, tuning.device_kind())
     counts = dict(num_choices=experts.size, num_experts=slot_row.shape[0])
     reason = unsupported_reason(hidden, inner, dtype_name)
-    if not tuning.is_cuda_gpu():
-        reason = f"needs an NVIDIA GPU, the default device is {tuning.device_kind()}"
-    if implementation is None:
-        implementation = "reference" if reason else "pallas"
-    if implementation == "reference":
+    if not takes_kernels("nested_ffn", implementation, reason):
         total = reference.nested_ffn(*arguments)
         return (total, count_misses(experts, slot_row)) if with_misses else total
-    if implementation != "pallas":
-        raise ValueError(
-            f'implementation must be "pallas", "reference" or None, got {implementation!r}'
-        )
-    if reason:
-        raise NotImplementedError(f"nested_ffn by Pallas: {reason}")
     config = config_for(*sizes, **counts)
     return pallas_triton.nested_ffn(
         *arguments, config=config, with_misses=with_misses, groups=groups, summed=summed
