@@ -112,6 +112,8 @@ def _load_with_transformers(directory: Path) -> Tokenizer:
 
 
 def _from_pretrained(directory: str, model_type: str | None) -> Tokenizer:
+    # It tells whoever has no PyTorch that models are missing; none are wanted here.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
 
     # The model's type takes part in the choice of the tokenizer's class; nothing else of the
