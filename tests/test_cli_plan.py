@@ -86,8 +86,8 @@ def test_the_table_is_marked_and_names_its_sources(capsys, trace):
 def test_a_recorded_trace_can_be_used_again(capsys, tiny_directory, tmp_path, tight):
     path = tmp_path / "recorded.npz"
     common = [tiny_directory, "--card", "a100-80gb", "--gpu-memory", tight, "--depth", 4, *SIZE]
-    size = ["--max-new-tokens", "8", "--prompt", "The old man walked"]
-    first = plan(capsys, *common, *size, "--record", path)
+    size = ["--max-new-tokens", "8"]
+    first = plan(capsys, *common, *size, "--prompt", "The old man walked", "--record", path)
     trace = load_trace(path)
     assert trace.num_prompts == 1
     assert trace.agree.shape == (1, 8)

@@ -27,9 +27,11 @@ def chunk_length(
     loads: experts that an iteration fetches. in_flight: staging buffers. load_ms, step_ms: time of
     one transfer and of one draft step.
     """
-    in_time = num_steps - _MARGIN * loads * load_ms / step_ms if step_ms > 0 else least
+    least = min(least, num_steps)
+    steps_of_loads = _MARGIN * loads * load_ms / step_ms if step_ms > 0 else math.inf
+    in_time = max(least, num_steps - steps_of_loads)
     meetings = math.ceil(2 * loads / max(1, in_flight))
-    return max(min(least, num_steps), min(int(in_time), num_steps // (1 + meetings)))
+    return max(least, min(int(in_time), num_steps // (1 + meetings)))
 
 
 @dataclasses.dataclass
