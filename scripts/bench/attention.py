@@ -13,7 +13,6 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
-import gzip
 import json
 import re
 import tempfile
@@ -21,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import device_profile
 import jax
 import jax.numpy as jnp
 import kernel_cases as cases
@@ -238,17 +238,9 @@ def kernel_microseconds(folder: str) -> dict[str, float]:
 
     A kernel that was launched while the one before it ran counts from that one's end.
     """
-    path = next(Path(folder).rglob("*.trace.json.gz"))
-    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    streams = {
-        (e["pid"], e["tid"])
-        for e in events
-        if e.get("name") == "thread_name" and "Stream" in e["args"]["name"]
-    }
     kernels = sorted(
-        (e["ts"], e["ts"] + e["dur"], e["name"])
-        for e in events
-        if e.get("ph") == "X" and (e["pid"], e.get("tid")) in streams
+        (event["ts"], event["ts"] + event["dur"], event["name"])
+        for event in device_profile.stream_events(folder)
     )
     totals: dict[str, float] = collections.defaultdict(float)
     free = 0.0

@@ -14,7 +14,6 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import gzip
 import json
 import tempfile
 import time
@@ -22,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import device_profile
 import jax
 import jax.numpy as jnp
 import kernel_cases as cases
@@ -171,16 +171,10 @@ def device_seconds(calls: list[Callable], repeats: int = 3) -> list[float]:
                 for _ in range(repeats):
                     jax.block_until_ready(call())
                     time.sleep(PAUSE_SECONDS)
-        packed = next(Path(folder).rglob("*.trace.json.gz")).read_bytes()
-    trace = json.loads(gzip.decompress(packed))["traceEvents"]
-    threads = {
-        (e["pid"], e["tid"]): e["args"]["name"] for e in trace if e.get("name") == "thread_name"
-    }
-    kernels = sorted(
-        (e["ts"], e["ts"] + e["dur"])
-        for e in trace
-        if e.get("ph") == "X" and "(Compute" in threads.get((e["pid"], e["tid"]), "")
-    )
+        kernels = sorted(
+            (event["ts"], event["ts"] + event["dur"])
+            for event in device_profile.stream_events(folder, "(Compute")
+        )
     busy: list[float] = []
     last = float("-inf")
     for start, end in kernels:

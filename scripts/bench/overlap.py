@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import device_profile
 import jax
 
 Span = tuple[float, float]
@@ -19,26 +17,7 @@ def measure(run: Callable[[], Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
-        path = next(Path(folder).rglob("*.trace.json.gz"))
-        with gzip.open(path) as file:
-            events = json.load(file)["traceEvents"]
-    devices = {
-        event["pid"]
-        for event in events
-        if event.get("name") == "process_name" and "GPU" in event["args"]["name"]
-    }
-    streams = {
-        (event["pid"], event["tid"])
-        for event in events
-        if event.get("name") == "thread_name" and "Stream" in event["args"]["name"]
-    }
-    on_device = [
-        event
-        for event in events
-        if event.get("ph") == "X"
-        and event["pid"] in devices
-        and (event["pid"], event["tid"]) in streams
-    ]
+        on_device = device_profile.stream_events(folder)
     copies = merged([_span(event) for event in on_device if "MemcpyH2D" in event["name"]])
     kernels = merged([_span(event) for event in on_device if "Memcpy" not in event["name"]])
     both = overlap(copies, kernels)

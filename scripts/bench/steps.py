@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import gzip
 import json
 import os
 import re
@@ -26,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+import device_profile
 import kernel_cases as cases
 import true_size
 
@@ -77,20 +77,8 @@ def step_bytes(config: ModelConfig, params: dict[str, Any]) -> int:
 
 def kernel_table(folder: str, top: int) -> list[tuple[str, int, float]]:
     """(kernel, launches, microseconds in all) from a profile, the longest first."""
-    path = next(Path(folder).rglob("*.trace.json.gz"))
-    with gzip.open(path) as file:
-        events = json.load(file)["traceEvents"]
-    names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
-    streams = {
-        (e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"
-    }
     totals: dict[str, list[float]] = collections.defaultdict(lambda: [0, 0.0])
-    for event in events:
-        where = streams.get((event.get("pid"), event.get("tid")), "")
-        if event.get("ph") != "X" or "GPU" not in names.get(event["pid"], ""):
-            continue
-        if "Stream" not in where:
-            continue
+    for event in device_profile.stream_events(folder):
         entry = totals[re.sub(r"_\d+$", "", event["name"])]
         entry[0] += 1
         entry[1] += event["dur"]
