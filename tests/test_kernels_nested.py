@@ -11,9 +11,10 @@ import pytest
 
 from pallas_kernels import int4
 from pallas_kernels.constants import NOT_RESIDENT
+from pallas_kernels.expert_ffn.config import unsupported_reason
 from pallas_kernels.nested import NestedLayout, decode_numpy, encode, num_escapes, with_capacity
 from pallas_kernels.nested_ffn import arithmetic
-from pallas_kernels.nested_ffn.config import NestedFFNConfig, config_for, unsupported_reason
+from pallas_kernels.nested_ffn.config import NestedFFNConfig, config_for
 from pallas_kernels.nested_ffn.pallas_triton import nested_ffn
 
 SIZES = cases.Sizes(hidden=64, inner=96, num_experts=4, top_k=2, group=32)

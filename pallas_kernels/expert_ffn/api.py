@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
 from pallas_kernels.choice import Implementation, takes_kernels
 from pallas_kernels.expert_ffn import pallas_triton, reference
-from pallas_kernels.expert_ffn.config import config_for, unsupported_reason
+from pallas_kernels.expert_ffn.config import config_for, rows_of_blocks, unsupported_reason
 from pallas_kernels.expert_ffn.grouping import Grouping, count_misses
 
 
@@ -54,17 +56,5 @@ def expert_ffn(
     )
 
 
-def block_rows(
-    hidden: int,
-    inner: int,
-    compute_dtype: jax.typing.DTypeLike,
-    *,
-    num_choices: int,
-    num_experts: int,
-) -> int | None:
-    """Rows of a block that the kernels group choices in, None where the reference is taken."""
-    dtype_name = jnp.dtype(compute_dtype).name
-    if not tuning.is_cuda_gpu() or unsupported_reason(hidden, inner, dtype_name):
-        return None
-    counts = dict(num_choices=num_choices, num_experts=num_experts)
-    return config_for(hidden, inner, dtype_name, tuning.device_kind(), **counts).block_rows
+block_rows = functools.partial(rows_of_blocks, config_for)
+"""`config.rows_of_blocks` with these kernels' block shapes."""

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import tuning
 from pallas_kernels.tuning import tuned_fields
 
 TUNED_FOLDER = Path(__file__).parent
@@ -65,3 +71,23 @@ def config_for(
     share = num_choices / num_experts
     fields["block_rows"] = 16 if share <= 16 else 32 if share <= 32 else 64
     return ExpertFFNConfig(**fields)
+
+
+def rows_of_blocks(
+    config_for: Callable[..., Any],
+    hidden: int,
+    inner: int,
+    compute_dtype: jax.typing.DTypeLike,
+    *,
+    num_choices: int,
+    num_experts: int,
+) -> int | None:
+    """Rows of a block that the kernels group choices in, None where the reference is taken.
+
+    config_for: this module's, or that of kernels which support the same sizes.
+    """
+    dtype_name = jnp.dtype(compute_dtype).name
+    if not tuning.is_cuda_gpu() or unsupported_reason(hidden, inner, dtype_name):
+        return None
+    counts = dict(num_choices=num_choices, num_experts=num_experts)
+    return config_for(hidden, inner, dtype_name, tuning.device_kind(), **counts).block_rows

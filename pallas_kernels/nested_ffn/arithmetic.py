@@ -144,21 +144,6 @@ def escape_error(words, base, dtype):
     return weight - decoded
 
 
-def fma(a, b, c, interpret):
-    """a * b + c, float32, same shapes, in one instruction: whether the compiler makes it one must
-    not depend on anything."""
-    if interpret:
-        return a * b + c
-    [out] = plgpu.elementwise_inline_asm(
-        "fma.rn.f32 $0, $1, $2, $3;",
-        args=[a, b, c],
-        constraints="=f,f,f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(a.shape, jnp.float32)],
-    )
-    return out
-
-
 def side_by_side(tiles):
     """Joins `2^n` equal `[rows, width]` tiles to `[rows, 2^n * width]`, in order."""
     while len(tiles) > 1:

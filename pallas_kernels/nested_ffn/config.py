@@ -8,7 +8,6 @@ from pathlib import Path
 from pallas_kernels.tuning import tuned_fields
 
 TUNED_FOLDER = Path(__file__).parent
-LEAST_BLOCK = 16  # the matrix unit's step along the inputs
 ROW_STEP = 8  # rows that escapes are applied to at once
 QUAD = 4  # escapes of one 16-byte load
 
@@ -35,16 +34,6 @@ class NestedFFNConfig:
         """Rows of a product: with fewer than 16 the matrix unit would take another instruction,
         which may round otherwise."""
         return max(self.block_rows, 16)
-
-
-def unsupported_reason(hidden: int, inner: int, dtype_name: str) -> str | None:
-    """Why the kernels cannot run these sizes, or None. dtype_name: type of the products."""
-    for name, value in (("hidden size", hidden), ("expert inner size", inner)):
-        if value % LEAST_BLOCK:
-            return f"{name} must be a multiple of {LEAST_BLOCK}, got {value}"
-    if dtype_name not in ("bfloat16", "float16", "float32"):
-        return f"products must be bfloat16, float16 or float32, got {dtype_name}"
-    return None
 
 
 def config_for(

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.draft_experts.arithmetic import fma
 from pallas_kernels.nested import NestedLayout
 from pallas_kernels.nested_ffn.arithmetic import (
     WORD_INPUTS,
     base_tables,
     decode_words,
     escape_error,
-    fma,
     least_base,
     side_by_side,
     tile_of,
