@@ -26,7 +26,7 @@ from convert.progress import ProgressCallback
 from convert.sources import TensorSource
 from pallas_kernels.nested import NestedLayout, with_capacity
 from specter_jax.arguments import as_integer
-from specter_jax.checkpoint import WORD_DTYPE, GroupSizes, place
+from specter_jax.checkpoint import WORD_DTYPE, GroupSizes, check_expert, place
 from specter_jax.config import ModelConfig
 from specter_jax.errors import InvalidRequestError
 from specter_jax.paths import as_path
@@ -137,12 +137,7 @@ class InMemoryCheckpoint:
         """Raises InvalidRequestError if it is closed or an index is out of range."""
         if self._closed:
             raise InvalidRequestError("this InMemoryCheckpoint is closed; make another one")
-        config = self.config
-        if not (0 <= layer < config.num_moe_layers and 0 <= expert < config.num_experts):
-            raise InvalidRequestError(
-                f"expert ({layer}, {expert}) is out of range: the model has "
-                f"{config.num_moe_layers} MoE layers of {config.num_experts} experts"
-            )
+        check_expert(layer, expert, self.config.num_moe_layers, self.config.num_experts)
 
     def _result(self, future: Future) -> Any:
         """What a worker made; if that fails nothing else is made either."""

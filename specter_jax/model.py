@@ -172,15 +172,18 @@ class Model:
             self.runtime = dataclasses.replace(self.runtime, num_slots=ledger.num_slots)
             self.warm.clear()
             self.controllers.clear()
-            self.optimism = Optimism()
-            self.pace = Pace()
+            self._forget()
 
     def reset_cache(self) -> None:
         """Forgets what was learnt and fills the slots as `load` did."""
-        self.optimism = Optimism()
-        self.pace = Pace()
+        self._forget()
         self.pool.reset(_eviction(self.config, self.policy))
         self.pool.fill()
+
+    def _forget(self) -> None:
+        """Starts to learn anew how this cache behaves."""
+        self.optimism = Optimism()
+        self.pace = Pace()
 
 
 def load(

@@ -66,8 +66,8 @@ class Stats:
     decode_ms: float
     tpot_ms: float | None
     # Drafting and verification, which make up decode_ms but for bookkeeping. wait_ms is part of
-    # them: the host waiting for expert transfers. boundary_ms is part of draft_ms: the host
-    # between chunks, choosing experts and starting transfers, while the device has nothing to do.
+    # them: the host waiting for expert transfers. boundary_ms is part of draft_ms: waiting,
+    # after a chunk, for the choice of experts and the start of their transfers, which run beside.
     wait_ms: float
     boundary_ms: float
     draft_ms: float

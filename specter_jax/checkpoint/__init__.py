@@ -3,6 +3,7 @@
 from specter_jax.checkpoint.experts import (
     WORD_DTYPE,
     ExpertFiles,
+    check_expert,
     expert_file_metadata,
     expert_file_name,
     expert_tensor_name,
@@ -37,6 +38,7 @@ __all__ = [
     "FileRecord",
     "GroupSizes",
     "Manifest",
+    "check_expert",
     "check_files",
     "expert_file_metadata",
     "expert_file_name",

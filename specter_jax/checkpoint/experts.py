@@ -36,6 +36,15 @@ def expert_tensor_name(expert: int) -> str:
     return f"expert_{expert:03d}"
 
 
+def check_expert(moe_index: int, expert: int, num_layers: int, num_experts: int) -> None:
+    """Raises InvalidRequestError unless the model has this expert."""
+    if not (0 <= moe_index < num_layers and 0 <= expert < num_experts):
+        raise InvalidRequestError(
+            f"expert ({moe_index}, {expert}) is out of range: the model has "
+            f"{num_layers} MoE layers of {num_experts} experts"
+        )
+
+
 class ExpertFiles:
     """Experts of a converted checkpoint, mapped into memory and read when touched.
 
@@ -132,11 +141,7 @@ class ExpertFiles:
 
     def _stored(self, moe_index: int, expert: int) -> np.ndarray:
         """A read-only view of the expert as it is in its file."""
-        if not (0 <= moe_index < self.num_layers and 0 <= expert < self.num_experts):
-            raise InvalidRequestError(
-                f"expert ({moe_index}, {expert}) is out of range: the model has "
-                f"{self.num_layers} MoE layers of {self.num_experts} experts"
-            )
+        check_expert(moe_index, expert, self.num_layers, self.num_experts)
         return np.asarray(self._layers[moe_index][expert])
 
 

@@ -22,6 +22,11 @@ Accepted = tuple[np.ndarray, np.ndarray]
 Choices = dict[int, np.ndarray]
 """MoE layer -> the target's choices, int32 [B, T, k]."""
 
+_MAX_RERUNS = 2
+_RERUN_BEFORE = 0.7
+"""Share of the layers before which a miss makes the whole program run again: a layer on its own
+takes about three times what it takes inside the program."""
+
 
 def verify(
     ctx: Context, state: DecodeState, drafted: Drafted, resident_before: np.ndarray
@@ -138,12 +143,6 @@ def _take_or_resume(
     ctx.recorder.resumes += not late
     accepted, rest = resume(ctx, state, drafted, tokens, out, first_miss, resident_before)
     return accepted, chosen | rest
-
-
-_MAX_RERUNS = 2
-_RERUN_BEFORE = 0.7
-"""Share of the layers before which a miss makes the whole program run again: a layer on its own
-takes about three times what it takes inside the program."""
 
 
 def _read(ctx: Context, out: Verified, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

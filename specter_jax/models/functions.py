@@ -274,7 +274,7 @@ def draft_chunk(
     num_steps], experts int32 [moe_layers, batch, num_steps, k] and the cache.
     """
     drafted, chosen = [], []
-    # Unrolled: a loop's iteration on a GPU costs more than it saves in compilation.
+    # Unrolled, for a few steps known in advance; the engine loops over any number in one program.
     for step in range(num_steps):
         logits, experts, kv = draft_step(config, params, kv, tokens, lengths + step, active)
         tokens = jnp.argmax(logits, -1).astype(jnp.int32)
