@@ -48,11 +48,11 @@ def test_leaving_waits_for_what_is_running():
     assert done == [True]
 
 
-def test_inline_work_is_done_at_once():
+def test_inline_work_is_done_when_it_is_waited_for():
     order = []
     with InlineWork() as side:
         side.start(lambda: order.append("work") or "result")
         order.append("after")
         assert side.wait() == "result"
         assert side.wait() is None
-    assert order == ["work", "after"]
+    assert order == ["after", "work"]

@@ -54,13 +54,13 @@ def draft(ctx: Context, state: DecodeState, depth: int, most: int = MAX_DEPTH) -
     if depth == 0:
         return no_draft(state.batch)
     useful = depth if state.draws is not None else max(1, min(depth, most))
-    cover_last = ctx.policy.prefetch == "draft" and not ctx.pool.cache.resident.all()
+    all_resident = bool(ctx.pool.cache.resident.all())
+    cover_last = ctx.policy.prefetch == "draft" and not all_resident
     num_steps = useful + cover_last
     elb = ExpertLookaheadBuffer(ctx.config.num_moe_layers, ctx.config.num_experts)
     # Where nothing is fetched on the way, one meeting with the host at the end is enough.
     chunk_tokens = _chunk_tokens(ctx, num_steps) if cover_last else num_steps
     begin, pauses = ctx.recorder.clock(), ctx.recorder.boundary_ms
-    bytes_before = ctx.pool.bytes_moved
     prefetcher = _Prefetcher(ctx, num_steps)
     probs = None if state.draws is None else ctx.programs.empty_probs(state.batch)
     # On the device like every later one: another kind of argument would be another program.
@@ -74,7 +74,8 @@ def draft(ctx: Context, state: DecodeState, depth: int, most: int = MAX_DEPTH) -
         experts.extend(np.asarray(chunk.experts)[:count])
         elb.add(np.stack(experts[-count:], 2))
         snapshot = elb.snapshot()
-        prefetcher.boundary(snapshot, np.stack(experts, 2), len(tokens))
+        if not all_resident:
+            prefetcher.boundary(snapshot, np.stack(experts, 2), len(tokens))
         return snapshot
 
     # A chunk is taken in while the next one is dispatched.
@@ -103,7 +104,7 @@ def draft(ctx: Context, state: DecodeState, depth: int, most: int = MAX_DEPTH) -
             snapshot = side.wait()
     pauses = ctx.recorder.boundary_ms - pauses
     ctx.pace.observe(
-        loads=(ctx.pool.bytes_moved - bytes_before) // ctx.pool.store.expert_bytes,
+        loads=prefetcher.worthwhile,
         steps=num_steps,
         draft_ms=(ctx.recorder.clock() - begin) * 1e3 - pauses,
     )
@@ -140,12 +141,19 @@ def reachable_layers(distinct: np.ndarray, steps_ratio: float, num_slots: int) -
 
 
 class _Prefetcher:
-    """Acts at chunk boundaries: slots for what has arrived, transfers for what is predicted."""
+    """Acts at chunk boundaries: slots for what has arrived, transfers for what is predicted.
+
+    Attributes:
+        worthwhile: transfers that were started, or that the last boundary would have started had
+            there been buffers.
+    """
 
     def __init__(self, ctx: Context, num_steps: int) -> None:
         self._ctx = ctx
         self._num_steps = num_steps
         self._begin = ctx.recorder.clock()
+        self._bytes_before = ctx.pool.bytes_moved
+        self.worthwhile = 0
 
     def boundary(self, snapshot: Snapshot, routing: np.ndarray, done: int) -> None:
         """A chunk ended; the draft's `done` steps so far chose `routing`, int [M, B, done, k]."""
@@ -174,9 +182,10 @@ class _Prefetcher:
             # What no slot will take before verification occupies a staging buffer until then.
             # Later tokens will name more experts of the first layers, which are needed sooner.
             lasting = pool.max_in_flight * done // self._num_steps - len(arrived) + len(admitted)
-            pool.issue(
-                loads[: len(self._admitted(loads, reach, snapshot.predicted)) + max(0, lasting)]
-            )
+            count = len(self._admitted(loads, reach, snapshot.predicted)) + max(0, lasting)
+            before = (pool.bytes_moved - self._bytes_before) // pool.store.expert_bytes
+            self.worthwhile = before + min(count, len(loads))
+            pool.issue(loads[:count])
 
     def _admitted(self, loads: list[Key], reach: int, predicted: np.ndarray) -> list[Key]:
         """Those of `loads` that are worth a slot already now."""

@@ -1,6 +1,7 @@
 """Layer by layer through the target, the host supplying each layer's experts as routing names them.
 
-The device runs attention and router of a layer, the host reads the choices, brings what is absent
+Where what the next layers need is foreseen and at hand, they run together (`stretches.py`). Else
+the device runs attention and router of a layer, the host reads the choices, brings what is absent
 (demanded experts first, then guesses for later layers), and enqueues the experts' computation
 behind the slot writes. Used by verification when not everything predicted can be resident at once
 or something was missed, and by prefill, where each layer's experts stream through the slots.
@@ -17,6 +18,7 @@ import numpy as np
 
 from specter_jax.engine.context import Context, distinct_experts
 from specter_jax.engine.slots import Key
+from specter_jax.engine.stretches import Foreseen, book_uses, run_stretch, stretch_length
 from specter_jax.offload import plan_loads
 
 
@@ -28,7 +30,8 @@ class Pass:
     predicted: bool [M, E] or None, what the draft's routing predicts; counts: how often, or None;
     resident_before: bool [M, E], residents when the iteration began; None in a prefill, whose uses
         are neither booked nor shown to the eviction policy (nearly every expert is used);
-    group_size: most experts computed together.
+    group_size: most experts computed together;
+    foreseen: what layers are expected to need, which lets several run together; None: each alone.
     """
 
     lengths: np.ndarray
@@ -37,6 +40,7 @@ class Pass:
     predicted: np.ndarray | None = None
     counts: np.ndarray | None = None
     resident_before: np.ndarray | None = None
+    foreseen: Foreseen | None = None
 
 
 def run_layers(
@@ -49,16 +53,34 @@ def run_layers(
     kv = list(kv)
     chosen: dict[int, np.ndarray] = {}
     waiting = False
+    late: set[Key] = set()
     prompt = run.resident_before is None
-    for layer in range(start_layer, ctx.config.num_layers):
+    layer = start_layer
+    while layer < ctx.config.num_layers:
         kind = ctx.representatives[layer]
         params = ctx.layer_params(layer)
         if not ctx.config.is_moe(layer):
             hidden, kv[layer] = ctx.programs.dense(
                 kind, prompt, params, kv[layer], hidden, run.lengths, run.mask
             )
+            layer += 1
             continue
         m = ctx.config.moe_index(layer)
+        length = 1 if run.foreseen is None else stretch_length(ctx, m, run.foreseen)
+        if length > 1:
+            ahead = _LookAhead(ctx, run, m + length - 1, None)
+            stretch = run_stretch(
+                ctx, kv, hidden, m, length, run.foreseen, run.lengths, run.mask, ahead.top_up
+            )
+            hidden, done = stretch.hidden, len(stretch.chosen)
+            late |= stretch.late
+            chosen |= stretch.chosen
+            book_uses(ctx, stretch.chosen, run.resident_before, late)
+            if done:
+                _discard_passed(ctx, m + done - 1)
+            layer += done
+            waiting = False
+            continue
         with ctx.trace.span("verification", "route", layer=layer):
             routed, on_host, kv[layer] = ctx.programs.route(
                 kind,
@@ -84,6 +106,7 @@ def run_layers(
         waiting = ctx.recorder.demand_misses > misses_before
         if run.resident_before is not None:
             ctx.eviction.observe_layer(m, used)
+        layer += 1
     return hidden, tuple(kv), chosen
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from specter_jax import models
 from specter_jax.acceptance import Accepted, accept_greedy, accept_sampled
 from specter_jax.config import ModelConfig
+from specter_jax.engine import compile_options
 from specter_jax.engine.store import device_sharding, host_sharding
 from specter_jax.runtime_config import MAX_DEPTH
 from specter_jax.sampling import DRAFT_STREAM, filtered_probs, greedy, sample, stream_keys
@@ -71,6 +72,20 @@ class Verified:
     hidden: jax.Array
 
 
+@flax.struct.dataclass
+class Stretch:
+    """What n consecutive MoE layers give; valid before the first that missed an expert.
+
+    hidden: [B, T, H]; entering: [n, B, T, H], the state before each layer;
+    experts: int32 [n, B, T, k], host, valid up to that layer; misses: int32 [n], host.
+    """
+
+    hidden: jax.Array
+    entering: jax.Array
+    experts: jax.Array
+    misses: jax.Array
+
+
 @dataclasses.dataclass(frozen=True)
 class Programs:
     """Jitted functions of one model on one device; each compiles once per shape bucket.
@@ -90,9 +105,11 @@ class Programs:
     accumulate(routed, slots, slot_row, group, total, draft) -> total
     close(params, routed, total) -> hidden
     experts(params, routed, slots, slot_row, draft) -> hidden
+    stretch(layers, params, drafts, kv_layers, hidden, slots, slot_table, lengths, mask)
+        -> (Stretch, kv_layers), consecutive MoE layers, one entry each in the tuples
     accept(shared, hidden, tokens, lengths, num_drafted, probs, draws) -> (tokens, num_accepted)
     first_token(shared, hidden, last [B], lengths, draws) -> tokens [B]
-    hidden_at(hidden [M, B, T, H], m) -> [B, T, H]
+    hidden_at(hidden [M or n, B, T, H], m) -> [B, T, H]
     """
 
     draft: Any
@@ -106,6 +123,7 @@ class Programs:
     accumulate: Any
     close: Any
     experts: Any
+    stretch: Any
     accept: Any
     first_token: Any
     hidden_at: Any
@@ -206,6 +224,13 @@ def _route(config, layer, prompt, params, kv_layer, hidden, lengths, mask, next_
     return routed, (routed.experts, routed.next_experts), kv_layer
 
 
+def _stretch(config, layers, params, drafts, kv, hidden, slots, slot_table, lengths, mask):
+    hidden, out, kv = models.target_layers(
+        config, layers, params, drafts, kv, hidden, slots, slot_table, lengths, mask
+    )
+    return Stretch(hidden=hidden, entering=out.hidden, experts=out.experts, misses=out.misses), kv
+
+
 def _empty_probs(config, batch):
     return jnp.zeros((MAX_STEPS, batch, config.vocab_size), jnp.float32)
 
@@ -230,21 +255,14 @@ def _first_token(config, shared, hidden, last, lengths, draws):
     return judge(logits, no_draft, lengths - 1, jnp.zeros_like(lengths), None, draws).tokens[:, 0]
 
 
-_GPU_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_command_buffer": ""}
-"""Measured on an H200, DeepSeek-V2-Lite shapes. XLA's autotuner times each product alone, with its
-weights in the L2 cache; in the whole step its choices were slower (4.0 ms a step against 2.8).
-CUDA graphs are updated before every run, because some addresses have changed, and that takes as
-long as launching the kernels one by one, but nothing runs meanwhile (2.4 ms against 2.1)."""
-
-
 @functools.lru_cache(maxsize=16)
 def build_programs(config: ModelConfig, compute_dtype: str, device: jax.Device) -> Programs:
     """Programs for `config` on `device`, computing in `compute_dtype` ("float32", "bfloat16")."""
     dtype = jnp.dtype(compute_dtype)
     host, dev = host_sharding(device), device_sharding(device)
-    options = _GPU_OPTIONS if device.platform == "gpu" else None
+    on_gpu = device.platform == "gpu"
 
-    def jitted(function, donate=(), static=(), out=dev):
+    def jitted(function, donate=(), static=(), out=dev, gpu_options=compile_options.PROGRAM):
         # A function of its own per model, so that two models never share a cache entry.
         bound = functools.partial(function, config)
         return jax.jit(
@@ -252,17 +270,20 @@ def build_programs(config: ModelConfig, compute_dtype: str, device: jax.Device) 
             donate_argnums=donate,
             static_argnums=static,
             out_shardings=out,
-            compiler_options=options,
+            compiler_options=gpu_options if on_gpu else None,
         )
 
     chunk_out = DraftChunk(tokens=host, experts=host, last=dev)
     verified_out = Verified(tokens=host, num_accepted=host, experts=host, misses=host, hidden=dev)
+    stretch_out = Stretch(hidden=dev, entering=dev, experts=host, misses=host)
 
     def embed(config, shared, tokens):
         return models.embed(config, shared, tokens, dtype)
 
     return Programs(
-        draft=jitted(_draft, donate=(1, 2), out=(chunk_out, dev, dev)),
+        draft=jitted(
+            _draft, donate=(1, 2), out=(chunk_out, dev, dev), gpu_options=compile_options.DRAFT
+        ),
         empty_probs=jitted(_empty_probs, static=(0,)),
         verify=jitted(_verify, donate=(1,), out=(verified_out, dev)),
         embed=jitted(embed),
@@ -273,6 +294,7 @@ def build_programs(config: ModelConfig, compute_dtype: str, device: jax.Device) 
         accumulate=jitted(models.accumulate_experts, donate=(4,)),
         close=jitted(models.close_layer),
         experts=jitted(models.finish_layer),
+        stretch=jitted(_stretch, donate=(3,), static=(0,), out=(stretch_out, dev)),
         accept=jitted(_accept, out=host),
         first_token=jitted(_first_token, out=host),
         hidden_at=jax.jit(lambda hidden, m: hidden[m]),

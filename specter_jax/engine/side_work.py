@@ -7,6 +7,7 @@ it can be done meanwhile.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -43,19 +44,22 @@ class SideWork:
 
 
 class InlineWork(SideWork):
-    """The same interface without a thread: work is done at once, for clocks that are simulated."""
+    """The same interface without a thread, for clocks that are simulated.
+
+    Work is done by `wait`, that is after the next chunk was dispatched, as a thread would.
+    """
 
     def __init__(self) -> None:
-        self._result: Any = None
+        self._work: Callable[[], Any] | None = None
 
     def __exit__(self, *error: Any) -> None:
         pass
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Does it now."""
-        self._result = function(*arguments)
+        """Keeps it for `wait`."""
+        self._work = functools.partial(function, *arguments)
 
     def wait(self) -> Any:
-        """What the last function returned, once."""
-        result, self._result = self._result, None
-        return result
+        """Does what was begun and returns what it returned, None if nothing was."""
+        work, self._work = self._work, None
+        return None if work is None else work()

@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from specter_jax.engine.context import Context, distinct_experts, needed_experts
+from specter_jax.engine.context import Context, needed_experts
 from specter_jax.engine.drafting import Drafted
 from specter_jax.engine.layered import Pass, run_layers
 from specter_jax.engine.programs import Verified
 from specter_jax.engine.slots import Key
 from specter_jax.engine.state import DecodeState
+from specter_jax.engine.stretches import Foreseen, book_uses, runs_stretches
 from specter_jax.offload import plan_loads
 from specter_jax.runtime_config import MIN_VERIFY_TOKENS
 
@@ -136,12 +137,11 @@ def _take_or_resume(
         misses, experts = _read(ctx, out, tokens)
     first_miss = _first_miss(misses)
     chosen = {m: experts[m] for m in range(first_miss)}
-    for m, ids in chosen.items():
-        _book(ctx, m, distinct_experts(ids, ctx.config.num_experts), resident_before, late)
+    book_uses(ctx, chosen, resident_before, late)
     if first_miss == len(misses):
         return (np.asarray(out.tokens), np.asarray(out.num_accepted)), chosen
     ctx.recorder.resumes += not late
-    accepted, rest = resume(ctx, state, drafted, tokens, out, first_miss, resident_before)
+    accepted, rest = resume(ctx, state, drafted, tokens, out, first_miss, resident_before, experts)
     return accepted, chosen | rest
 
 
@@ -156,18 +156,6 @@ def _first_miss(misses: np.ndarray) -> int:
     return int(np.argmax(misses > 0)) if misses.any() else len(misses)
 
 
-def _book(
-    ctx: Context, m: int, used: np.ndarray, resident_before: np.ndarray, late: set[Key]
-) -> None:
-    """Counts the uses of one layer; `late` experts were waited for."""
-    waited = {expert for expert in used.tolist() if (m, expert) in late}
-    resident = sum(bool(resident_before[m, e]) for e in used.tolist() if e not in waited)
-    ctx.recorder.resident_hits += resident
-    ctx.recorder.demand_misses += len(waited)
-    ctx.recorder.prefetch_hits += len(used) - resident - len(waited)
-    ctx.eviction.observe_layer(m, used)
-
-
 def resume(
     ctx: Context,
     state: DecodeState,
@@ -176,11 +164,16 @@ def resume(
     out: Verified,
     first_miss: int,
     resident_before: np.ndarray,
+    experts: np.ndarray,
 ) -> tuple[Accepted, Choices]:
-    """Layer by layer from MoE layer `first_miss` on, from the state that `out` saved there."""
+    """Layer by layer from MoE layer `first_miss` on, from the state that `out` saved there.
+
+    experts: int32 [M, B, T, k], what `out` chose: right in that layer, nearly so behind it.
+    """
     hidden = ctx.programs.hidden_at(out.hidden, np.int32(first_miss))
     start = ctx.config.moe_layers[first_miss]
-    return _layers_and_head(ctx, state, drafted, tokens, hidden, start, resident_before)
+    named = needed_experts(experts, ctx.config.num_experts)
+    return _layers_and_head(ctx, state, drafted, tokens, hidden, start, resident_before, named)
 
 
 def by_layers(
@@ -206,8 +199,12 @@ def _layers_and_head(
     hidden: jax.Array,
     start_layer: int,
     resident_before: np.ndarray,
+    named: np.ndarray | None = None,
 ) -> tuple[Accepted, Choices]:
-    """Decoder layers from `start_layer` on, then head and acceptance."""
+    """Decoder layers from `start_layer` on, then head and acceptance.
+
+    named: bool [M, E], what the layers are known to need, besides what the draft predicts.
+    """
     # Past its cut-off layer, `sp-l` loads on demand.
     guesses = ctx.policy.prefetch == "draft" and not ctx.policy.use_cutoff
     guess = drafted.predicted if guesses else None
@@ -221,6 +218,7 @@ def _layers_and_head(
         predicted=predicted,
         counts=None if guess is None else guess.counts,
         resident_before=resident_before,
+        foreseen=_foreseen(ctx, drafted, named, may_bring=guesses),
     )
     hidden, state.kv, chosen = run_layers(ctx, state.kv, hidden, start_layer, run)
     tokens_out, num_accepted = ctx.programs.accept(
@@ -233,6 +231,17 @@ def _layers_and_head(
         state.draws,
     )
     return (np.asarray(tokens_out), np.asarray(num_accepted)), chosen
+
+
+def _foreseen(
+    ctx: Context, drafted: Drafted, named: np.ndarray | None, *, may_bring: bool
+) -> Foreseen | None:
+    """What lets layers run together; None where nothing does."""
+    if not runs_stretches(ctx.policy):
+        return None
+    parts = [] if drafted.predicted is None else [drafted.predicted.predicted]
+    parts += [] if named is None else [named]
+    return Foreseen(np.logical_or.reduce(parts), may_bring) if parts else None
 
 
 def _count_matches(ctx: Context, state: DecodeState, drafted: Drafted, chosen: Choices) -> None:

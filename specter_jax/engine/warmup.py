@@ -22,6 +22,12 @@ from specter_jax.engine.prefill import empty_kv, prefill
 from specter_jax.engine.slots import COMMIT_SIZES
 from specter_jax.engine.state import DecodeState
 from specter_jax.engine.store import device_sharding
+from specter_jax.engine.stretches import (
+    STRETCHES,
+    runs_stretches,
+    stretch_arguments,
+    stretch_kinds,
+)
 from specter_jax.engine.verification import (
     by_layers,
     one_program,
@@ -99,6 +105,9 @@ def _compile_side_by_side(ctx: Context, batch: Batch, depths: Sequence[int]) -> 
         for width, prompt in widths:
             for m in _structures(ctx):
                 experts += _expert_jobs(ctx, state, width, m, prompt)
+        for width, prompt in widths:
+            if not prompt:
+                experts += _stretch_jobs(ctx, state, width)
         compiling += [pool.submit(_compile, job) for job in experts]
         for future in compiling:
             future.result()
@@ -155,6 +164,45 @@ def _expert_jobs(
         total = ctx.programs.zeros(routed)
         jobs.append((ctx.programs.accumulate, _accumulate_arguments(ctx, routed, m, total)))
     return jobs
+
+
+def _stretches(ctx: Context) -> list[tuple[int, int]]:
+    """(first MoE layer, length) of one stretch for each program that stretches may need."""
+    if ctx.pool.cache.resident.all() or not runs_stretches(ctx.policy):
+        return []
+    found: dict[tuple[int, ...], tuple[int, int]] = {}
+    for length in STRETCHES:
+        for m in range(ctx.config.num_moe_layers):
+            kinds = stretch_kinds(ctx, m, length)
+            if kinds is not None:
+                found.setdefault(kinds, (m, length))
+    return list(found.values())
+
+
+def _stretch_jobs(ctx: Context, state: DecodeState, num_tokens: int) -> list[Job]:
+    """The programs of several layers at once."""
+    return [
+        (ctx.programs.stretch, _stretch_arguments(ctx, state, num_tokens, m, length))
+        for m, length in _stretches(ctx)
+    ]
+
+
+def _stretch_arguments(
+    ctx: Context, state: DecodeState, num_tokens: int, m: int, length: int
+) -> tuple[Any, ...]:
+    shape = (state.batch, num_tokens)
+    hidden = ctx.programs.embed(ctx.shared, np.zeros(shape, np.int32))
+    lengths, mask = np.zeros(state.batch, np.int32), np.ones(shape, bool)
+    return stretch_arguments(ctx, state.kv, hidden, m, length, lengths, mask)
+
+
+def _run_stretches(ctx: Context, state: DecodeState, num_tokens: int) -> None:
+    """Every stretch program once, and picking a layer's state out of its outcome."""
+    for m, length in _stretches(ctx):
+        out, new_kv = ctx.programs.stretch(*_stretch_arguments(ctx, state, num_tokens, m, length))
+        first = ctx.config.moe_layers[m]
+        state.kv = (*state.kv[:first], *new_kv, *state.kv[first + length :])
+        ctx.programs.hidden_at(out.entering, np.int32(0))
 
 
 def _in_groups(ctx: Context, prompt: bool) -> bool:
@@ -220,7 +268,8 @@ def _run_verification(ctx: Context, state: DecodeState, depth: int) -> None:
     tokens = verify_tokens(state, drafted)
     resident = ctx.pool.cache.resident
     out = one_program(ctx, state, drafted, tokens)
-    resume(ctx, state, drafted, tokens, out, 0, resident)
+    resume(ctx, state, drafted, tokens, out, 0, resident, np.asarray(out.experts))
     by_layers(ctx, state, drafted, tokens, resident)
+    _run_stretches(ctx, state, tokens.shape[1])
     if _in_groups(ctx, prompt=False):
         _run_experts(ctx, state, tokens.shape[1], prompt=False)

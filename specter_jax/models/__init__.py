@@ -16,6 +16,7 @@ from specter_jax.models.functions import (
     last_logits,
     layer_name,
     prefill,
+    target_layers,
     verify,
 )
 from specter_jax.models.kv import KV, init_kv
@@ -39,5 +40,6 @@ __all__ = [
     "layer_name",
     "prefill",
     "route_layer",
+    "target_layers",
     "verify",
 ]

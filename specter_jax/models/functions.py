@@ -174,6 +174,54 @@ def _target(
     return hidden, outputs, tuple(layers)
 
 
+def target_layers(
+    config: ModelConfig,
+    kinds: tuple[int, ...],
+    weights: tuple[Any, ...],
+    drafts: tuple[Any, ...],
+    kv: tuple[Any, ...],
+    hidden: jax.Array,
+    slots: jax.Array,
+    slot_table: jax.Array,
+    lengths: jax.Array,
+    token_mask: jax.Array,
+) -> tuple[jax.Array, VerifyOutputs, tuple[Any, ...]]:
+    """n consecutive MoE layers of the target, with the bits that `verify` gives.
+
+    kinds: static, `config.representatives` of the layers. weights, drafts, kv: one entry a layer;
+    a draft is None where slots hold plain experts. hidden: [batch, tokens, hidden]. slot_table:
+    int32 [n, num_experts]. The rest as in `verify`. Returns the state after them, outputs without
+    logits (n in the place of moe_layers), and the layers' KV.
+    """
+    layers, entering, experts, misses = [], [], [], []
+    rows = slot_rows(slot_table)
+    for i, kind in enumerate(kinds):
+        entering.append(hidden)
+        hidden, kv_layer, chosen, missing = _target_moe(
+            config,
+            kind,
+            weights[i],
+            drafts[i],
+            slots,
+            rows[i],
+            kv[i],
+            hidden,
+            lengths,
+            token_mask,
+            prompt=False,
+        )
+        layers.append(kv_layer)
+        experts.append(chosen)
+        misses.append(missing)
+    outputs = VerifyOutputs(
+        logits=None,
+        experts=jnp.stack(experts),
+        hidden=jnp.stack(entering),
+        misses=jnp.stack(misses),
+    )
+    return hidden, outputs, tuple(layers)
+
+
 # Layers of one kind are traced and lowered once: each is a call of the same inner function.
 _target_layer = functools.partial(jax.jit, static_argnames=("config", "kind", "prompt"))
 _draft_layer = functools.partial(jax.jit, static_argnames=("config", "kind"))

@@ -97,6 +97,8 @@ class SpanCosts(NullTrace):
         self._costs = {
             ("host", "boundary"): device.timing.boundary,
             ("verification", "experts"): device.timing.host_layer,
+            # One dispatch and one meeting too, whatever the number of layers.
+            ("verification", "stretch"): device.timing.host_layer,
         }
 
     @contextlib.contextmanager

@@ -113,6 +113,22 @@ class ReplayPrograms:
         used = distinct_experts(routed.experts, self._config.num_experts)
         self._device.dispatch(self._timing.experts(len(used)))
 
+    def stretch(self, kinds, params, drafts, kv, hidden, slots, slot_table, lengths, mask):
+        """Several MoE layers at once; `params` are their numbers."""
+        first = self._config.moe_index(params[0])
+        experts = self._choices(lengths, mask[0])[first : first + len(params)]
+        used = [distinct_experts(layer, self._config.num_experts) for layer in experts]
+        misses = [np.count_nonzero(slot_table[i][ids] < 0) for i, ids in enumerate(used)]
+        seconds = sum(self._timing.layer() + self._timing.experts(len(ids)) for ids in used)
+        moment = self._device.dispatch(seconds)
+        outcome = SimpleNamespace(
+            hidden=None,
+            entering=None,
+            experts=HostResult(experts, moment),
+            misses=HostResult(np.array(misses, np.int32), moment),
+        )
+        return outcome, kv
+
     def accept(self, shared, hidden, tokens, lengths, num_drafted, *rest):
         """Head and acceptance."""
         moment = self._device.dispatch(self._timing.head())
