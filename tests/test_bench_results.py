@@ -174,6 +174,19 @@ def test_rows_of_the_table(tmp_path):
     ]
 
 
+def test_the_table_leaves_sweeps_batches_and_other_texts_out():
+    cells = [
+        cell(1.0),
+        cell(2.0, dataset="e"),
+        cell(3.0, depth=4),
+        cell(4.0, depth="auto"),
+        cell(5.0, batch=4),
+        cell(6.0, policy="sp-l"),
+        cell(7.0, policy="lru", depth=0),
+    ]
+    assert [entry["stats"]["tpot_ms"] for entry in table._shown(cells)] == [1.0, 4.0, 6.0, 7.0]
+
+
 def test_a_table_without_results_is_an_error(tmp_path):
     with pytest.raises(SystemExit, match=r"h200\.json"):
         table.render(tmp_path)
@@ -190,6 +203,7 @@ def test_tasks_cover_models_and_formats_in_order():
         *(f"steps {model}" for model in models),
         *(f"cells {model} {form}" for model in models for form in ("nested", "plain")),
         "kernels",
+        "formats",
         *(f"baseline {model}" for model in models),
         "planner",
     ]
@@ -200,6 +214,41 @@ def test_tasks_cover_models_and_formats_in_order():
     assert "--format plain --budgets 16 24 --policies lookahead sp-l --depths 4" in line
     with pytest.raises(SystemExit):
         h200.parse(["--data", "d", "--parts", "everything"])
+
+
+def test_formats_of_the_draft_leave_the_machine_alone():
+    rows = [{"kernel": "draft, INT4", "shape": "s", "num_rows": 1, "us": 2.0}]
+    sections = results_file.from_kernels({"device": "g", "jax": "1", "rows": rows}, DATE)
+    assert sections == {"kernels": [rows[0] | {"date": DATE}]}
+
+
+FAKE_ANY = """
+    import json, os, sys, time
+    out = sys.argv[sys.argv.index("--out") + 1]
+    limit = float(sys.argv[sys.argv.index("--limit-s") + 1])
+    model = sys.argv[sys.argv.index("--model") + 1]
+    about = {"gpu": os.environ["CUDA_VISIBLE_DEVICES"], "limit": limit}
+    json.dump({"baseline": [{"model": model, "stats": about}]}, open(out, "w"))
+    time.sleep(1)
+"""
+
+
+def test_parts_run_side_by_side_and_share_the_time(tmp_path, monkeypatch, capfd):
+    (tmp_path / "transformers_baseline.py").write_text(textwrap.dedent(FAKE_ANY))
+    monkeypatch.setattr(h200, "BENCH", tmp_path)
+    monkeypatch.setattr(h200, "SPARE_S", 1.0)
+    models = ["deepseek-v2-lite", "qwen1.5-moe-a2.7b", "phi-3.5-moe"]
+    options = ["--data", "d", "--models", *models, "--parts", "baseline", "--gpus", "2", "5"]
+    assert h200.main([*options, "--out", str(tmp_path), "--limit-s", "90"]) == 0
+    assert "== " in capfd.readouterr().out
+    found = results_file.read(tmp_path / "h200.json")["baseline"]
+    assert {entry["model"] for entry in found} == set(models)
+    stats = [entry["stats"] for entry in found]
+    assert {one["gpu"] for one in stats} == {"2", "5"}
+    # Two lanes for three parts: two thirds of the time for the first, all of it at the end.
+    limits = sorted(one["limit"] for one in stats)
+    assert limits[0] == pytest.approx(2 / 3 * 90 - 1, abs=5)
+    assert limits[-1] > 80
 
 
 FAKE_CELLS = """

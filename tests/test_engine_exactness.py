@@ -77,8 +77,8 @@ def routing_of_verifications(model, monkeypatch):
     seen = []
     original = verification.verify
 
-    def verify(ctx, state, drafted, resident_before):
-        result = original(ctx, state, drafted, resident_before)
+    def verify(ctx, state, drafted, *rest):
+        result = original(ctx, state, drafted, *rest)
         chosen, count = result[1], int(drafted.num_drafted[0]) + 1
         seen.append([chosen[m][0, :count].tolist() for m in sorted(chosen)])
         return result

@@ -1,5 +1,6 @@
 """The nested expert FFN's Triton kernels, interpreted on the CPU, against float64."""
 
+import dataclasses
 import functools
 
 import jax
@@ -14,7 +15,7 @@ from pallas_kernels.constants import NOT_RESIDENT
 from pallas_kernels.expert_ffn.config import unsupported_reason
 from pallas_kernels.nested import NestedLayout, decode_numpy, encode, num_escapes, with_capacity
 from pallas_kernels.nested_ffn import arithmetic
-from pallas_kernels.nested_ffn.config import NestedFFNConfig, config_for
+from pallas_kernels.nested_ffn.config import VARIANTS, NestedFFNConfig, config_for
 from pallas_kernels.nested_ffn.pallas_triton import nested_ffn
 
 SIZES = cases.Sizes(hidden=64, inner=96, num_experts=4, top_k=2, group=32)
@@ -102,6 +103,36 @@ def test_matches_float64_in_bfloat16_with_groups_narrower_than_a_step():
     assert cases.error(value, expected) < BFLOAT16
 
 
+def config_of(variant, num_rows, dtype_name="float32"):
+    counts = dict(num_choices=num_rows * SIZES.top_k, num_experts=SIZES.num_experts)
+    sizes = (SIZES.hidden, SIZES.inner, dtype_name, "none")
+    return config_for(*sizes, **counts, variant=variant)
+
+
+@pytest.mark.parametrize("variant", ["group_narrow", "pair"])  # the others differ in stages only
+def test_variants_match_float64_and_rows_keep_their_bits(variant):
+    plain, slots, slot_row, draft = experts_of("heavy")
+    x, experts, weights = random_rows(ROWS)
+    expected = cases.ffn_float64(x, experts, weights, plain, np.arange(SIZES.num_experts))
+    some = config_of(variant, ROWS)
+    value = run(x, experts, weights, slots, slot_row, draft, config=some)
+    assert cases.error(value, expected) < FLOAT32
+    one = slice(4, 5)
+    few = config_of(variant, 1)
+    assert few.block_rows == 4 < some.block_rows
+    alone = run(x[one], experts[one], weights[one], slots, slot_row, draft, config=few)
+    np.testing.assert_array_equal(alone[0], value[4])
+
+
+def test_narrow_blocks_in_bfloat16():
+    plain, slots, slot_row, draft = experts_of("heavy")
+    rows = random_rows(ROWS)
+    expected = cases.ffn_float64(*rows, plain, np.arange(SIZES.num_experts))
+    config = NestedFFNConfig(block_rows=4, block_out=16, block_in=32, num_warps=2)
+    value = run(*rows, slots, slot_row, draft, dtype=jnp.bfloat16, config=config)
+    assert cases.error(value, expected) < BFLOAT16
+
+
 def test_all_rows_on_one_expert_take_several_blocks():
     plain, slots, slot_row, draft = experts_of("normal")
     x, _, weights = random_rows(ROWS)
@@ -177,13 +208,30 @@ def test_arranged_places():
     np.testing.assert_array_equal(arranged[:4], [0, 1, 8, 9])
 
 
-def test_only_row_blocks_depend_on_the_number_of_rows():
-    shapes = [
-        config_for(2048, 1408, "bfloat16", "none", num_choices=rows * 6, num_experts=64)
-        for rows in (1, 544)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_only_row_blocks_depend_on_the_number_of_rows(variant):
+    counts = (1, 9, 17, 70, 544)
+    configs = [
+        config_for(
+            2048,
+            1408,
+            "bfloat16",
+            "none",
+            num_choices=rows * 6,
+            num_experts=64,
+            variant=variant,
+        )
+        for rows in counts
     ]
-    assert shapes[0].block_rows < shapes[1].block_rows
-    assert len({(s.block_out, s.block_in, s.quads, s.num_warps) for s in shapes}) == 1
+    blocks = [config.block_rows for config in configs]
+    assert blocks == sorted(blocks)
+    limits = VARIANTS[variant]
+    assert (blocks[0], blocks[-1]) == (limits.least_rows, limits.most_rows)
+    assert len({dataclasses.replace(config, block_rows=8) for config in configs}) == 1
+    # One weight row a thread, and one instruction whatever the rows.
+    assert all(2 * config.block_out == 32 * config.num_warps for config in configs)
+    least = 16 if configs[0].num_warps == 4 else 8
+    assert all(config.product_rows == max(config.block_rows, least) for config in configs)
 
 
 def test_sizes_that_do_not_fit_are_refused():

@@ -15,7 +15,7 @@ from pallas_kernels.expert_ffn.api import expert_ffn
 from pallas_kernels.nested import NestedLayout, encode, with_capacity
 from pallas_kernels.nested_ffn import pallas_triton
 from pallas_kernels.nested_ffn.api import nested_ffn
-from pallas_kernels.nested_ffn.config import config_for
+from pallas_kernels.nested_ffn.config import DEFAULT_VARIANT, VARIANTS, config_for
 
 pytestmark = pytest.mark.gpu
 
@@ -102,11 +102,40 @@ def test_matches_the_plain_kernels_and_rows_keep_their_bits(shape, weights, num_
     assert not everything[5].any()
 
 
+def of_variant(shape, variant, num_rows):
+    """The kernels of a variant in the blocks that it takes for so many rows."""
+    counts = dict(num_choices=num_rows * shape.top_k, num_experts=shape.num_experts)
+    sizes = (shape.hidden, shape.inner, "bfloat16", tuning.device_kind())
+    config = config_for(*sizes, **counts, variant=variant)
+    return jax.jit(
+        functools.partial(pallas_triton.nested_ffn, compute_dtype=jnp.bfloat16, config=config)
+    )
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != DEFAULT_VARIANT])
+def test_variants_match_the_plain_kernels_and_rows_keep_their_bits(shape, weights, variant):
+    slots, words, slot_row, draft = weights
+    x, experts, share = inputs(shape, 60)
+    plain = expert_ffn(
+        x, experts, share, slots, slot_row, compute_dtype=jnp.bfloat16, implementation="pallas"
+    )
+    everything = of_variant(shape, variant, 60)(x, experts, share, words, slot_row, draft)
+    assert error(everything, plain) < ROUNDING
+    for rows in (1, 9):
+        some = [array[:rows] for array in (x, experts, share)]
+        value = of_variant(shape, variant, rows)(*some, words, slot_row, draft)
+        np.testing.assert_array_equal(value, everything[:rows])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("block_rows", [32, 64])
-def test_row_blocks_do_not_change_bits(shape, weights, block_rows):
+def test_row_blocks_do_not_change_bits(shape, weights, block_rows, variant):
+    if block_rows > VARIANTS[variant].most_rows:
+        pytest.skip("not a block of this variant")
     _, words, slot_row, draft = weights
     x, experts, share = inputs(shape, 40)
-    config = config_for(shape.hidden, shape.inner, "bfloat16", "none", num_choices=1, num_experts=1)
+    sizes = (shape.hidden, shape.inner, "bfloat16", "none")
+    config = config_for(*sizes, num_choices=1, num_experts=1, variant=variant)
     narrow, wide = (
         jax.jit(functools.partial(pallas_triton.nested_ffn, compute_dtype=jnp.bfloat16, config=one))
         for one in (config, dataclasses.replace(config, block_rows=block_rows))

@@ -15,16 +15,16 @@ def chunk(loads, *, num_steps=9, in_flight=30, load_ms=0.2, step_ms=1.5):
 
 def test_nothing_to_fetch_is_one_chunk_and_much_is_several():
     assert chunk(0) == 9
+    # Steps of 1.5 ms hide less than a chunk more costs.
+    assert chunk(300) == 9
+    assert chunk(300, step_ms=6.0) == 2
     # Two chunks hide nothing: what the first names starts when the second has run.
-    assert chunk(2) == 9
-    assert chunk(300) == 3
+    assert chunk(2, step_ms=6.0) == 9
 
 
 def test_transfers_that_take_long_start_early():
-    assert chunk(10, load_ms=0.01) == 9
-    assert chunk(10, load_ms=0.6) < 9
-    # Steps that take long hide more.
-    assert chunk(300, step_ms=20.0) == 2
+    assert chunk(10, load_ms=0.01, step_ms=6.0) == 9
+    assert chunk(10, load_ms=2.0, step_ms=6.0) < 9
 
 
 @given(
@@ -40,9 +40,9 @@ def test_a_chunk_is_within_its_bounds(loads, num_steps, in_flight, load_ms, step
 def test_pace_starts_short_and_follows_what_it_sees():
     pace = Pace()
     assert pace.chunk(9, 2, in_flight=30, load_ms=0.2) == 2
-    pace.observe(loads=200, steps=9, draft_ms=13.5)
-    assert pace.step_ms == pytest.approx(1.5)
-    assert pace.chunk(9, 2, in_flight=30, load_ms=0.2) == 3
+    pace.observe(loads=200, steps=9, draft_ms=54.0)
+    assert pace.step_ms == pytest.approx(6.0)
+    assert pace.chunk(9, 2, in_flight=30, load_ms=0.2) == 2
     for _ in range(30):
-        pace.observe(loads=0, steps=9, draft_ms=13.5)
+        pace.observe(loads=0, steps=9, draft_ms=54.0)
     assert pace.chunk(9, 2, in_flight=30, load_ms=0.2) == 9

@@ -13,6 +13,8 @@ from specter_jax.errors import InvalidRequestError, PromptError
 from specter_jax.report import SECTIONS, SMALL, TRUE_SIZE
 from specter_jax.report.catalogue import CATALOGUE
 from specter_jax.report.evaluation import add_results
+from specter_jax.report.figures_systems import draw_end_to_end
+from specter_jax.report.figures_timeline import draw_timeline
 from specter_jax.report.measure_timeline import median_iteration
 from specter_jax.report.page import draw_all, render_page
 from specter_jax.report.prompts import BUILT_IN, mixed, read_tasks, spread
@@ -223,6 +225,81 @@ def test_formats_of_experts_stay_apart(tmp_path):
     assert places(names) == {"specter, plain": 0, "specter, nested": 1}
 
 
+def test_a_time_of_any_text_stands_beside_every_dataset():
+    cells = [
+        cell(policy="lookahead", depth=8, dataset="qa"),
+        cell(policy="lookahead", depth=8, dataset="code"),
+        cell(policy="lookahead", depth=8, dataset="code", budget_gib=24),
+        cell(system="transformers", baseline=True, dataset="any"),
+        cell(system="transformers", baseline=True, dataset="any", budget_gib=48),
+    ]
+    found = records_of({"cells": cells})["end_to_end"]
+    others = [(r["budget"], r["dataset"]) for r in found if r["system"] == "transformers"]
+    assert others == [("16 GiB", "qa"), ("16 GiB", "code"), ("48 GiB", "any")]
+
+
+def test_policies_that_are_no_system_have_only_their_own_figure():
+    policies = ("lookahead", "sp-l", "sp-e", "lru-s", "specmoeoff", "mo-sm")
+    cells = [cell(policy=policy, depth=8) for policy in policies]
+    cells += [cell(policy="mo", depth=0), cell(policy="lru", depth=0)]
+    records = records_of({"cells": cells})
+    systems = {record["system"] for record in records["end_to_end"]}
+    assert systems == {"specter", "sp-moe", "specmoeoff", "mo-sm", "mo"}
+    rates = {record["policy"] for record in records["hit_rate"]}
+    assert rates == {"lookahead", "sp-l", "sp-e", "lru-s", "lru"}
+
+
+def test_policies_are_compared_on_texts_that_all_of_them_ran_on():
+    cells = [
+        cell(policy="lookahead", depth=8, dataset="qa"),
+        cell(policy="lookahead", depth=8, dataset="code"),
+        cell(policy="lru-s", depth=8, dataset="qa"),
+        cell(policy="lru-s", depth=8, dataset="code", budget_gib=24),
+        cell(policy="lookahead", depth=8, dataset="qa", budget_gib=24),
+    ]
+    found = records_of({"cells": cells})["hit_rate"]
+    places = [(r["budget"], r["policy"], r["dataset"]) for r in found]
+    assert places == [
+        ("16 GiB", "lookahead", "qa"),
+        ("16 GiB", "lru-s", "qa"),
+        # No text in common: both are shown.
+        ("24 GiB", "lru-s", "code"),
+        ("24 GiB", "lookahead", "qa"),
+    ]
+
+
+def test_a_timeline_says_what_it_is_of(tmp_path):
+    trace = Trace()
+    with trace.span("draft", "chunk", first=0):
+        pass
+    about = {"model": "big", "budget_gib": 16, "depth": 8, "expert_format": "nested"}
+    content = trace.to_dict() | {"otherData": about}
+    (tmp_path / "big.timeline.json").write_text(json.dumps(content))
+    (tmp_path / "other.timeline.json").write_text(json.dumps(trace.to_dict()))
+    (tmp_path / "h200.json").write_text(json.dumps({"cells": [cell(policy="mo", depth=0)]}))
+    first, second = read_results(tmp_path)[1]["timeline"]
+    shown = (first["model"], first["budget"], first["depth"], first["expert_format"])
+    assert shown == ("big", "16 GiB", 8, "nested")
+    assert (second["model"], second["budget"], second["depth"]) == ("other", "", None)
+    assert draw_timeline([first, second]).rows
+
+
+def test_systems_that_never_met_are_left_aside():
+    def record(system, budget, tpot_ms):
+        place = {"model": "m", "budget": budget, "dataset": "d"}
+        return {**place, "system": system, "tpot_ms": tpot_ms}
+
+    records = [
+        *(record(name, budget, 2.0) for name in ("specter", "mo") for budget in ("a", "b")),
+        record("lonely", "a", 1.0),
+        record("late", "b", 1.0),
+    ]
+    sentence = draw_end_to_end(records).sentence
+    assert sentence.startswith("Geometric mean over the 1 cells that these 3 systems ran in: ")
+    assert "specter 2.00 ms" in sentence
+    assert "late 1.00 ms" in sentence or "lonely 1.00 ms" in sentence
+
+
 def test_predictions_meet_the_cells_they_are_for(tmp_path):
     plan = {
         "kind": "predicted",
@@ -337,7 +414,7 @@ def test_the_command_draws_an_earlier_report_with_new_results(tmp_path, capsys, 
     earlier = tmp_path / "earlier.json"
     earlier.write_text(json.dumps(report))
     (tmp_path / "results").mkdir()
-    content = {"meta": {"gpu": "G9"}, "cells": [cell(policy="lru", depth=0)]}
+    content = {"meta": {"gpu": "G9"}, "cells": [cell(policy="mo", depth=0)]}
     (tmp_path / "results" / "run.json").write_text(json.dumps(content))
     out = tmp_path / "out"
     options = ["--redraw", str(earlier), "--results", str(tmp_path / "results")]

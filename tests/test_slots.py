@@ -101,14 +101,14 @@ def test_slots_hold_what_the_table_says_after_any_sequence(
     assert pool.bytes_moved % store.expert_bytes == 0
 
 
-@pytest.mark.parametrize("count", range(1, COMMIT_SIZES[-1] + 1))
+@pytest.mark.parametrize("count", [*range(1, 10), 15, 16, 17, COMMIT_SIZES[-1], 33, 40])
 def test_groups_of_every_size_are_written(count):
-    wide = make_store(1, 12)
-    eviction = make_eviction(get_policy("lru"), num_layers=1, num_experts=12)
+    wide = make_store(1, 40)
+    eviction = make_eviction(get_policy("lru"), num_layers=1, num_experts=40)
     pool = SlotPool(
-        store=wide, device=jax.devices()[0], num_slots=12, max_in_flight=12, eviction=eviction
+        store=wide, device=jax.devices()[0], num_slots=40, max_in_flight=40, eviction=eviction
     )
-    keys = [(0, 11 - e) for e in range(count)]
+    keys = [(0, 39 - e) for e in range(count)]
     pool.issue(keys)
     pool.commit(keys, next_layer=0)
     assert sorted(held(pool)) == sorted(keys)

@@ -20,7 +20,7 @@ from pallas_kernels.expert_ffn.pallas_triton import outputs_shape, store_choices
 from pallas_kernels.expert_ffn.triton_grouping import group_choices
 from pallas_kernels.nested import NestedLayout
 from pallas_kernels.nested_ffn.arithmetic import WORD_INPUTS, arranged_place
-from pallas_kernels.nested_ffn.config import ROW_STEP, NestedFFNConfig
+from pallas_kernels.nested_ffn.config import NestedFFNConfig
 from pallas_kernels.nested_ffn.tiles import Matrix, index, products
 from pallas_kernels.nested_ffn.triton_inputs import arrange_inputs
 
@@ -42,10 +42,10 @@ def _gate_up_kernel(
     config,
     **common,
 ):
-    """x_ref: [rows, hidden], arranged. inputs_ref: [blocks, row steps, hidden, ROW_STEP].
+    """x_ref: [rows, hidden], arranged. inputs_ref: [blocks, row steps, hidden, row_step].
 
     Out: active_ref [blocks, block_rows, inner], arranged, and active_inputs_ref
-    [blocks, row steps, inner, ROW_STEP].
+    [blocks, row steps, inner, row_step].
     """
     tile, block = pl.program_id(0), pl.program_id(1)
     expert = block_expert_ref[block]
@@ -88,9 +88,9 @@ def _gate_up_kernel(
         )
         active = (gate / (1 + jnp.exp(-gate)) * up).astype(x_ref.dtype)
         shape = (config.block_out, config.block_rows)
-        row = index(shape, 1)
+        row, row_step = index(shape, 1), config.row_step
         plgpu.store(
-            active_inputs_ref.at[block, row // ROW_STEP, first + index(shape, 0), row % ROW_STEP],
+            active_inputs_ref.at[block, row // row_step, first + index(shape, 0), row % row_step],
             active,
         )
         shape = (config.block_rows, config.block_out)
@@ -207,7 +207,7 @@ def nested_ffn(
     )
     params = plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages)
     # Each block's inputs have its rows side by side: an escape meets one input of every row.
-    row_steps = config.block_rows // ROW_STEP
+    row_steps = config.block_rows // config.row_step
     arranged, inputs = arrange_inputs(
         x, groups.block_choices, top_k, config.block_in, interpret=interpret
     )
@@ -217,7 +217,7 @@ def nested_ffn(
         grid=(inner // config.block_out, num_blocks),
         out_shape=[
             jax.ShapeDtypeStruct(active_shape, compute_dtype),
-            jax.ShapeDtypeStruct((num_blocks, row_steps, inner, ROW_STEP), compute_dtype),
+            jax.ShapeDtypeStruct((num_blocks, row_steps, inner, config.row_step), compute_dtype),
         ],
         compiler_params=params,
         interpret=interpret,

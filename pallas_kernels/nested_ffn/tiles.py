@@ -26,7 +26,7 @@ from pallas_kernels.nested_ffn.arithmetic import (
     side_by_side,
     tile_of,
 )
-from pallas_kernels.nested_ffn.config import QUAD, ROW_STEP, NestedFFNConfig
+from pallas_kernels.nested_ffn.config import QUAD, NestedFFNConfig
 
 
 def index(shape, axis):
@@ -110,20 +110,21 @@ class Matrix:
         position = words & 0xFFFF
         group = position // self.group
         scale = plgpu.load(self.scales.at[self.expert, rows, group], mask=used, other=0.0)
-        shape = (*rows.shape, ROW_STEP)
+        row_step = self.config.row_step
+        shape = (*rows.shape, row_step)
         where = jnp.broadcast_to(position[:, None], shape)
         met = [
             plgpu.load(
-                inputs.at[block, first // ROW_STEP, where, index(shape, 1)],
+                inputs.at[block, first // row_step, where, index(shape, 1)],
                 mask=jnp.broadcast_to((used & (first < num_used))[:, None], shape),
                 other=0.0,
             )
-            for first in range(0, self.config.block_rows, ROW_STEP)
+            for first in range(0, self.config.block_rows, row_step)
         ]
         return used, words, scale, met
 
     def correct(self, totals, escapes):
-        """Adds the errors of escapes times the inputs they meet: [rows, ROW_STEP] each."""
+        """Adds the errors of escapes times the inputs they meet: [rows, row_step] each."""
         used, words, scale, met = escapes
         error = escape_error(words, least_base(scale, self.interpret), self.dtype)
         error = jnp.where(used, error, 0.0)
@@ -142,7 +143,7 @@ def products(matrix, firsts, load_inputs, inputs, block, num_used) -> list[jax.A
     """Weight rows `first .. first + block_out - 1` times the block's inputs, for both firsts.
 
     load_inputs: step -> [product_rows, block_in], arranged. inputs: ref [blocks, row steps, in,
-    ROW_STEP]. num_used: rows of the block that are in use. Returns float32 [block_out, block_rows]
+    row_step]. num_used: rows of the block that are in use. Returns float32 [block_out, block_rows]
     each.
     """
     config, dtype, block_out = matrix.config, matrix.dtype, matrix.config.block_out
@@ -202,15 +203,15 @@ def products(matrix, firsts, load_inputs, inputs, block, num_used) -> list[jax.A
         return fixes
 
     zeros = jnp.zeros((block_out, config.product_rows), jnp.float32)
-    none = jnp.zeros((*rows.shape, ROW_STEP), jnp.float32)
+    none = jnp.zeros((*rows.shape, config.row_step), jnp.float32)
     carry = (
         (zeros, zeros),
-        (none,) * (config.block_rows // ROW_STEP),
+        (none,) * (config.block_rows // config.row_step),
         tuple(matrix.list_words(*one) for one in of_step(0)),
     )
     totals, fixes, *_ = lax.fori_loop(0, steps, step, carry)
     chunks = (most - in_loop + config.quads - 1) // config.quads
     fixes = side_by_side(list(lax.fori_loop(0, chunks, leftover, fixes)))
-    if config.product_rows != config.block_rows:
+    for _ in range((config.product_rows // config.block_rows).bit_length() - 1):
         totals = [jnp.split(total, 2, axis=1)[0] for total in totals]
     return [total + fix for total, fix in zip(totals, jnp.split(fixes, 2), strict=True)]

@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels import tuning
 from pallas_kernels.early_launch import let_next_start, supports_early_launch
 from pallas_kernels.nested_ffn.arithmetic import arranged_place
-from pallas_kernels.nested_ffn.config import ROW_STEP
+from pallas_kernels.nested_ffn.config import MOST_ROW_STEP
 from pallas_kernels.nested_ffn.tiles import index
 
 _TILE = 256  # inputs of a program
@@ -22,15 +22,15 @@ def _kernel(block_choices_ref, x_ref, arranged_ref, inputs_ref, *, top_k, block_
     """A tile of a block's inputs or, in the programs after all blocks, of a row's."""
     line, tile = let_next_start(pl.program_id(0), early_launch), pl.program_id(1)
     num_rows, hidden = x_ref.shape
-    num_blocks, row_steps = inputs_ref.shape[:2]
+    num_blocks, row_steps, _, row_step = inputs_ref.shape
 
     @pl.when(line < num_blocks)
     def _():
-        shape = (_TILE, ROW_STEP)
+        shape = (_TILE, row_step)
         row, column = index(shape, 1), tile * _TILE + index(shape, 0)
         block = jnp.full(shape, line, jnp.int32)
         for step in range(row_steps):
-            place = jnp.full((ROW_STEP,), line, jnp.int32), step * ROW_STEP + index((ROW_STEP,), 0)
+            place = jnp.full((row_step,), line, jnp.int32), step * row_step + index((row_step,), 0)
             # Empty places have the number of choices.
             source = plgpu.load(block_choices_ref.at[place]) // top_k
             source = jnp.broadcast_to(source[None], shape)
@@ -55,12 +55,13 @@ def arrange_inputs(
 ) -> tuple[jax.Array, jax.Array]:
     """x as `arithmetic.arrange` has it, and each block's inputs with its rows side by side.
 
-    x: [rows, hidden], hidden a multiple of block_in. block_choices: of `Grouping`, blocks of a
-    multiple of `ROW_STEP`. Returns [rows, hidden] and [blocks, row steps, hidden, ROW_STEP], zeros
-    where a place is empty. interpret: run the kernel on any device, slowly.
+    x: [rows, hidden], hidden a multiple of block_in. block_choices: of `Grouping`, blocks of
+    r rows. Returns [rows, hidden] and [blocks, r / s, hidden, s] with s = min(r, `MOST_ROW_STEP`),
+    zeros where a place is empty. interpret: run the kernel on any device, slowly.
     """
     num_rows, hidden = x.shape
     num_blocks, block_rows = block_choices.shape
+    row_step = min(block_rows, MOST_ROW_STEP)
     return pl.pallas_call(
         functools.partial(
             _kernel,
@@ -71,7 +72,7 @@ def arrange_inputs(
         grid=(num_blocks + num_rows, pl.cdiv(hidden, _TILE)),
         out_shape=[
             jax.ShapeDtypeStruct(x.shape, x.dtype),
-            jax.ShapeDtypeStruct((num_blocks, block_rows // ROW_STEP, hidden, ROW_STEP), x.dtype),
+            jax.ShapeDtypeStruct((num_blocks, block_rows // row_step, hidden, row_step), x.dtype),
         ],
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,

@@ -1,16 +1,20 @@
 """Everything that is measured on a GPU, by one command.
 
     python scripts/bench/h200.py --data DIR [--quick] [--parts cells kernels ...] [--limit-s S]
+        [--gpus 0 1] [--cells-options "--systems mo specter --cell-s 10"]
 
 DIR holds the small trained checkpoints, `stretch_checkpoint.py` and `datasets/` (`true_size.py`).
 Every part is a process of its own, so that host and device memory are free again after it, and what
 it wrote goes into OUT/h200.json at once (`results_file.py` has the format): a run may be cut short
-and go on another day with other `--models`, `--formats` or `--parts`. `--quick` takes fewer
-policies, prompts and tokens. The table of README.md is made from that file by `table.py --write`.
+and go on another day with other `--models`, `--formats` or `--parts`. Parts that know a time limit
+share what `--limit-s` leaves, each leaving out what matters least (`cell_plan.py`). `--quick` takes
+fewer policies, prompts and tokens. With several `--gpus` as many parts run side by side, each with
+its share of the cores. The table of README.md is made from that file by `table.py --write`.
 
-cells: time per token for budgets and policies, prefill, overlap, per model and expert format.
-steps: one draft step and one verification without transfers. kernels: each kernel alone.
-baseline: transformers with accelerate. planner: predictions against the cells measured so far.
+cells: time per token for budgets, policies, systems, depths and batches, prefill, overlap, per
+model and expert format. steps: one draft step and one verification without transfers. kernels: each
+kernel alone. formats: the draft's experts in other formats. baseline: transformers with accelerate.
+planner: predictions against the cells measured so far.
 """
 
 from __future__ import annotations
@@ -29,8 +33,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,90 +42,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import results_file
 import true_size
+from bench_tasks import FORMATS, PARTS, POLICIES, WEIGHTS, Task, tasks
 
 BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parents[1]
-PARTS = ("steps", "cells", "kernels", "baseline", "planner")
-FORMATS = ("nested", "plain")
-POLICIES = ("lookahead", "sp-l", "sp-e", "lru-s", "lru")
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers", "accelerate")
 SPARE_S = 25.0
 """Kept back from a part's time limit, so that it ends by itself."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """One process: its part, what it is about, and the arguments of its script.
-
-    gathers: whether it takes `--out FILE`. has_limit: whether it takes `--limit-s`.
-    """
-
-    part: str
-    model: str | None = None
-    expert_format: str | None = None
-    script: str
-    arguments: tuple[str, ...] = ()
-    gathers: bool = True
-    has_limit: bool = False
-
-    @property
-    def name(self) -> str:
-        """For the log."""
-        return " ".join(word for word in (self.part, self.model, self.expert_format) if word)
-
-
-def tasks(args: argparse.Namespace) -> Iterator[Task]:
-    """What is to be run, in order: short and informative parts first."""
-    data = ("--data", str(args.data))
-    for part in sorted(args.parts, key=PARTS.index):
-        if part == "kernels":
-            yield Task(part=part, script="kernels.py")
-        if part == "planner":
-            results = str(args.out / "h200.json")
-            options = (results, *data, "--out", results)
-            yield Task(part=part, script="validate_planner.py", arguments=options, gathers=False)
-        if part not in ("steps", "cells", "baseline"):
-            continue
-        for model in args.models:
-            about = (*data, "--model", model)
-            if part == "steps":
-                yield Task(
-                    part=part, model=model, script="steps.py", arguments=about, gathers=False
-                )
-            if part == "baseline":
-                options = (*about, *_numbers("--budgets", args.budgets))
-                options += () if args.quick else ("--prefill", "512", "2048")
-                yield Task(
-                    part=part,
-                    model=model,
-                    script="transformers_baseline.py",
-                    arguments=options,
-                    has_limit=True,
-                )
-            for form in args.formats if part == "cells" else ():
-                yield Task(
-                    part=part,
-                    model=model,
-                    expert_format=form,
-                    script="cells.py",
-                    arguments=(*about, "--format", form, *_cells_options(args)),
-                    has_limit=True,
-                )
-
-
-def _cells_options(args: argparse.Namespace) -> tuple[str, ...]:
-    """What `cells.py` measures: everything, or with `--quick` two policies and short outputs."""
-    policies = args.policies or (POLICIES[:2] if args.quick else POLICIES)
-    depths = args.depths or (["8"] if args.quick else ["8", "auto"])
-    options = [*_numbers("--budgets", args.budgets), "--policies", *policies, "--depths", *depths]
-    if args.quick:
-        return *options, "--prompts", "2", "--new-tokens", "64"
-    options += ["--prompts", "3", "--new-tokens", "128"]
-    return *options, *_numbers("--prefill", (512, 2048)), "--overlap"
-
-
-def _numbers(option: str, values: Sequence[int] | None) -> tuple[str, ...]:
-    return (option, *map(str, values)) if values else ()
 
 
 class Session:
@@ -133,6 +59,8 @@ class Session:
         self.begin = time.monotonic()
         self.path = args.out / "h200.json"
         self.failed: list[str] = []
+        self.lock = threading.Lock()
+        self.running: set[subprocess.Popen[str]] = set()
 
     def say(self, *words: Any) -> None:
         """Prints with the time since the start."""
@@ -143,41 +71,90 @@ class Session:
         """Seconds until the limit."""
         return self.args.limit_s - (time.monotonic() - self.begin)
 
-    def run(self, task: Task, folder: Path) -> None:
-        """Runs a task and takes in what it wrote, also if it failed or ran out of time."""
-        if self.left_s < 2 * SPARE_S:
+    def run_all(self, tasks: Sequence[Task], folder: Path) -> None:
+        """Runs the tasks in order, as many at a time as there are GPUs; the planner's at the end.
+
+        The planner reads what the others measured.
+        """
+        queue = [task for task in tasks if task.part != "planner"]
+        last = [task for task in tasks if task.part == "planner"]
+        workers = [
+            threading.Thread(target=self._work, args=(queue, place, folder), daemon=True)
+            for place in range(len(self.args.gpus or (None,)))
+        ]
+        try:
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+        finally:
+            # After an interruption: what was started ends with this process.
+            queue.clear()
+            for process in tuple(self.running):
+                _kill(process)
+        self._work(last, 0, folder)
+
+    def _work(self, queue: list[Task], place: int, folder: Path) -> None:
+        """Takes tasks from the queue until it is empty, for the GPU at `place`."""
+        while True:
+            with self.lock:
+                if not queue:
+                    return
+                weights = [WEIGHTS.get(task.part, 1.0) for task in queue]
+                task = queue.pop(0)
+            lanes = len(self.args.gpus or (None,))
+            share = min(1.0, lanes * weights[0] / sum(weights)) if weights[1:] else 1.0
+            self.run(task, folder, place, share)
+
+    def run(self, task: Task, folder: Path, place: int = 0, share: float = 1.0) -> None:
+        """Runs a task and takes in what it wrote, also if it failed or ran out of time.
+
+        place: of its GPU among `--gpus`. share: of the time left, for tasks that know a limit.
+        """
+        left_s = self.left_s
+        if left_s < 2 * SPARE_S:
             self.say(task.name, "left out: no time")
             return
         out = folder / f"{task.name.replace(' ', '-')}.json"
         command = [sys.executable, str(BENCH / task.script), *task.arguments]
         if task.gathers:
             command += ["--out", str(out)]
-        if task.has_limit and self.left_s != float("inf"):
-            command += ["--limit-s", f"{self.left_s - SPARE_S:.0f}"]
+        if task.has_limit and left_s != float("inf"):
+            command += ["--limit-s", f"{max(left_s * share - SPARE_S, SPARE_S):.0f}"]
         self.say(shlex.join(command))
-        code, output = self._execute(command, _environment(task))
+        code, output = self._execute(task, command, place)
         if code:
             self.failed.append(task.name)
             self.say(task.name, "ended with", code)
-        self._take_in(task, out, output)
+        with self.lock:
+            self._take_in(task, out, output)
 
-    def _execute(self, command: list[str], environment: dict[str, str]) -> tuple[int, str]:
+    def _execute(self, task: Task, command: list[str], place: int) -> tuple[int, str]:
         """Exit code and standard output, which is shown as it comes."""
+        gpus = self.args.gpus or ()
+        environment = _environment(task)
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = str(gpus[place])
         # A session of its own: what it started in turn ends with it.
         process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
+        self.running.add(process)
+        if len(gpus) > 1 and hasattr(os, "sched_setaffinity"):
+            cores = sorted(os.sched_getaffinity(0))
+            each = len(cores) // len(gpus)
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(process.pid, cores[place * each :][:each] or cores)
+        prefix = f"{task.name}: " if len(gpus) > 1 else ""
         lines: list[str] = []
-        reader = threading.Thread(target=_show, args=(process.stdout, lines), daemon=True)
+        reader = threading.Thread(target=_show, args=(process.stdout, lines, prefix), daemon=True)
         reader.start()
         try:
-            code = process.wait(None if self.left_s == float("inf") else max(0.0, self.left_s))
-        except BaseException as reason:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            code = process.wait()
-            if not isinstance(reason, subprocess.TimeoutExpired):
-                raise
+            process.wait(None if self.left_s == float("inf") else max(0.0, self.left_s))
+        except subprocess.TimeoutExpired:
+            _kill(process)
+        code = process.wait()
+        self.running.discard(process)
         reader.join(timeout=5)
         return code, "".join(lines)
 
@@ -188,10 +165,12 @@ class Session:
         if task.part == "cells":
             new = results_file.from_cells(written, task.model, task.expert_format, date)
             timeline = out.with_suffix(".timeline.json")
-            if timeline.exists():
+            kept = self.args.out / f"{task.model}.timeline.json"
+            # One per model: of the format that is the usual one, if it was run.
+            if timeline.exists() and (task.expert_format == FORMATS[0] or not kept.exists()):
                 self.args.out.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(timeline, self.args.out / f"{task.model}.timeline.json")
-        elif task.part == "kernels":
+                shutil.copyfile(timeline, kept)
+        elif task.part in ("kernels", "formats"):
             new = results_file.from_kernels(written, date) if written else {}
         elif task.part == "steps":
             new = results_file.from_steps(output, task.model, date)
@@ -208,10 +187,16 @@ class Session:
         results_file.write(self.path, results_file.merged(results_file.read(self.path), new))
 
 
-def _show(stream: IO[str], lines: list[str]) -> None:
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Ends a process and what it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _show(stream: IO[str], lines: list[str], prefix: str = "") -> None:
     """Prints lines as they come, and keeps them."""
     for line in stream:
-        print(line, end="", flush=True)
+        print(prefix + line, end="", flush=True)
         lines.append(line)
 
 
@@ -258,7 +243,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--budgets", type=int, nargs="+", help="GiB (default: each model's)")
     parser.add_argument("--policies", nargs="+", choices=POLICIES)
-    parser.add_argument("--depths", nargs="+", help="default: 8, and auto without --quick")
+    parser.add_argument("--depths", nargs="+", help="at every budget (default: 8)")
+    parser.add_argument("--gpus", type=int, nargs="+", help="numbers; parts run side by side")
+    parser.add_argument("--cells-options", default="", help="further options of cells.py, as text")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="for all together")
     args = parser.parse_args(argv)
     args.models = args.models or list(true_size.MODELS)
@@ -271,8 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     session = Session(args)
     with tempfile.TemporaryDirectory() as folder:
-        for task in tasks(args):
-            session.run(task, Path(folder))
+        session.run_all(list(tasks(args)), Path(folder))
     session.say("done;", f"failed: {', '.join(session.failed)}" if session.failed else "no failure")
     return 1 if session.failed else 0
 

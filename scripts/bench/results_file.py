@@ -75,11 +75,14 @@ def from_cells(content: Mapping[str, Any], model: str, expert_format: str, date:
 
 
 def from_kernels(content: Mapping[str, Any], date: str) -> Content:
-    """Sections of what `kernels.py` wrote."""
+    """Sections of what `kernels.py` or, without bandwidths, `draft_formats.py` wrote."""
     bandwidth = content.get("bandwidth") or {}
+    rows = list(_dated(content.get("rows"), date))
+    if not bandwidth:
+        return {"kernels": rows}
     measured = {f"{name}_bytes_per_s": value for name, value in bandwidth.items()}
     machine = {"gpu": content.get("device"), "jax": content.get("jax"), **measured, "date": date}
-    return {"kernels": list(_dated(content.get("rows"), date)), "machine": {"kernels": machine}}
+    return {"kernels": rows, "machine": {"kernels": machine}}
 
 
 def from_steps(output: str, model: str, date: str) -> Content:

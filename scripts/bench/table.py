@@ -3,7 +3,8 @@
     python scripts/bench/table.py [--results DIR] [--write]
 
 Prints it, or with `--write` puts it into README.md between its markers. `h200.json` has what was
-measured by `h200.py`; `others.json` has figures of other systems that were measured earlier on the
+measured by `h200.py`, of which single sequences on each model's first dataset are shown, without
+the sweep over depths; `others.json` has figures of other systems that were measured earlier on the
 same kind of machine, which the table marks with a star.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ COLUMNS = (
 def render(results: Path) -> str:
     """The table as markdown; raises SystemExit where there is nothing to show."""
     content = results_file.read(results / "h200.json")
-    entries = [*(content.get("cells") or []), *(content.get("baseline") or [])]
+    entries = [*_shown(content.get("cells") or []), *(content.get("baseline") or [])]
     if not entries:
         raise SystemExit(f"{results / 'h200.json'}: nothing measured there")
     rows = [(_place(entry), _measured(entry)) for entry in entries]
@@ -45,6 +47,21 @@ def render(results: Path) -> str:
     rows.sort(key=lambda row: row[0])
     lines = [COLUMNS, ["---"] * len(COLUMNS), *(cells for _, cells in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _shown(cells: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Cells of one sequence and a model's first dataset; of fixed depths the most common one."""
+    single = [cell for cell in cells if (cell.get("batch") or 1) == 1]
+    dataset: dict[str, Any] = {}
+    for cell in single:
+        dataset.setdefault(cell["model"], cell.get("dataset"))
+    fixed = Counter(cell.get("depth") for cell in single if cell.get("depth") not in (0, "auto"))
+    depths = [0, "auto", None, *(depth for depth, _ in fixed.most_common(1))]
+    return [
+        cell
+        for cell in single
+        if cell.get("dataset") == dataset[cell["model"]] and cell.get("depth") in depths
+    ]
 
 
 def _place(entry: Mapping[str, Any]) -> tuple[str, float]:

@@ -6,9 +6,10 @@
 The model has its true size and random weights: a layer that was offloaded is moved to the GPU as a
 whole each time it runs, so that neither routing nor text has any influence on the time. What goes
 where is accelerate's own choice (`infer_auto_device_map`), host memory taking what the budget does
-not hold. Writes {"baseline": [...], "prefill": [...]} as `h200.py` gathers it. Needs PyTorch,
-transformers and accelerate, which Specter itself does not. Without a GPU, `--tiny` tries it out on
-the CPU.
+not hold. A token takes seconds where much is offloaded: a cell ends after `--cell-s`, and what was
+measured by then is what counts. Writes {"baseline": [...], "prefill": [...]} as `h200.py` gathers
+it. Needs PyTorch, transformers and accelerate, which Specter itself does not. Without a GPU,
+`--tiny` tries it out on the CPU.
 """
 
 from __future__ import annotations
@@ -38,12 +39,15 @@ except ImportError as error:
     ) from None
 
 import true_size
+from random_weights import fill
 
 GIB = 2**30
-BLOCK = 1 << 24
-"""Random numbers that all weights are copied from: drawing 16 billion would take minutes."""
 HEADROOM_GIB = 1.0
 """Of a budget, for activations and what else is not weights."""
+LEAST_STEPS = 2
+"""Tokens after the first one that a cell has in any case."""
+SLOW_S = 2.0
+"""A prefill longer than this is timed once: the transfers that it waits for hardly vary."""
 
 TINY = {
     "num_hidden_layers": 3,
@@ -55,16 +59,18 @@ TINY = {
 
 
 class Baseline:
-    """The model in host memory, dispatched anew for each budget.
+    """The model's weights in host memory, and a model dispatched anew for each budget.
 
     Attributes:
         results: JSON-ready, see the module's docstring.
+        weights: made once; dispatching copies what the GPU gets and leaves them as they are.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.begin = time.perf_counter()
         self.results: dict[str, Any] = {"baseline": [], "prefill": []}
+        self.weights: dict[str, torch.Tensor] = {}
         # So that nobody takes a trial for a measurement.
         self.name = args.model + (" (tiny)" if args.tiny else "")
         self.on_gpu = torch.cuda.is_available()
@@ -91,7 +97,7 @@ class Baseline:
         with accelerate.init_empty_weights(include_buffers=False):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.tie_weights()
-        fill(model)
+        fill(model, self.weights)
         model.eval()
         size = sum(p.nbytes for p in model.parameters())
         self.say(f"{type(model).__name__}, {size / GIB:.1f} GiB made")
@@ -118,23 +124,30 @@ class Baseline:
             )
         }
         share = sum(p.nbytes for n, p in model.named_parameters() if n in kept) / size
-        return accelerate.dispatch_model(model, device_map=device_map, main_device=0), share
+        skip = getattr(model, "_skip_keys_device_placement", None)
+        skip = sorted(skip) if isinstance(skip, set | frozenset) else skip
+        dispatched = accelerate.dispatch_model(
+            model, device_map=device_map, main_device=0, skip_keys=skip
+        )
+        return dispatched, share
 
     def measure(self, budget: float) -> None:
         """One cell: a warm-up of one token, then a prompt and new tokens one by one."""
         args = self.args
         # A dispatched model cannot be taken back; the next budget starts from a new one.
+        begin = self.elapsed
         model, share = self.place(self.load(), budget)
         device = torch.device("cuda", 0) if self.on_gpu else torch.device("cpu")
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         prompt = torch.arange(args.prompt_tokens)[None] % model.config.vocab_size
+        placed_s = self.elapsed - begin
         generate(model, prompt.to(device), 1)
-        ttft, steps = generate(model, prompt.to(device), args.new_tokens)
+        ttft, steps = generate(model, prompt.to(device), args.new_tokens, args.cell_s)
         peak = torch.cuda.max_memory_allocated() if self.on_gpu else None
         stats = {
             "sequences": 1,
-            "new_tokens": args.new_tokens,
+            "new_tokens": 1 + len(steps),
             "ttft_ms": ttft * 1e3,
             "decode_ms": sum(steps) * 1e3,
             "tpot_ms": sum(steps) / len(steps) * 1e3,
@@ -160,11 +173,12 @@ class Baseline:
         }
         self.results["baseline"].append(cell)
         self.say(
-            f"{budget:g} GiB: {share:.0%} of the weights on the GPU, ttft {stats['ttft_ms']:.0f} "
+            f"{budget:g} GiB: placed in {placed_s:.0f} s, {share:.0%} of the weights on the GPU, "
+            f"{stats['new_tokens']} tokens, ttft {stats['ttft_ms']:.0f} "
             f"ms, tpot {stats['tpot_ms']:.1f} ms, peak {(peak or 0) / GIB:.2f} GiB"
         )
         self.write()
-        for length in args.prefill:
+        for length in args.prefill if budget in args.prefill_at else ():
             if self.elapsed > args.limit_s:
                 break
             self.prefill(model, device, budget, length)
@@ -176,11 +190,13 @@ class Baseline:
     def prefill(
         self, model: torch.nn.Module, device: torch.device, budget: float, length: int
     ) -> None:
-        """Time to the first token of a longer prompt, the better of two."""
+        """Time to the first token of a longer prompt: the better of two, or one if it is slow."""
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         prompt = (torch.arange(length)[None] % model.config.vocab_size).to(device)
-        best = min(generate(model, prompt, 1)[0] for _ in range(2))
+        best = generate(model, prompt, 1)[0]
+        if best < SLOW_S:
+            best = min(best, generate(model, prompt, 1)[0])
         self.results["prefill"].append(
             {
                 "system": "transformers",
@@ -204,32 +220,19 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def fill(model: torch.nn.Module) -> None:
-    """Gives parameters that have no memory yet (device "meta") copies of one random block."""
-    generator = torch.Generator().manual_seed(0)
-    block = (torch.randn(BLOCK, generator=generator) * 0.02).to(torch.bfloat16)
-    filled: dict[int, torch.nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.device.type != "meta":
-                continue
-            # What is tied stays one parameter.
-            if id(parameter) not in filled:
-                values = torch.empty(parameter.shape, dtype=parameter.dtype)
-                for part in values.view(-1).split(BLOCK):
-                    part.copy_(block[: part.numel()])
-                filled[id(parameter)] = torch.nn.Parameter(values, requires_grad=False)
-            module.register_parameter(name, filled[id(parameter)])
-
-
 @torch.no_grad()
 def generate(
-    model: torch.nn.Module, prompt: torch.Tensor, new_tokens: int
+    model: torch.nn.Module, prompt: torch.Tensor, new_tokens: int, most_s: float = float("inf")
 ) -> tuple[float, list[float]]:
-    """Greedy decoding of int64 [1, T]: seconds to the first token, and of each token after it."""
+    """Greedy decoding of int64 [1, T]: seconds to the first token, and of each token after it.
+
+    Ends before `new_tokens` once it took `most_s` seconds and has `LEAST_STEPS` further tokens.
+    """
     times = [time.perf_counter()]
     for _ in itertools.islice(_tokens(model, prompt), new_tokens):
         times.append(time.perf_counter())
+        if times[-1] - times[0] > most_s and len(times) >= 2 + LEAST_STEPS:
+            break
     seconds = [end - start for start, end in itertools.pairwise(times)]
     return seconds[0], seconds[1:]
 
@@ -253,16 +256,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=6, help="the first included")
     parser.add_argument("--prefill", type=int, nargs="*", default=[], help="longer prompts")
+    parser.add_argument("--prefill-at", type=float, nargs="+", help="GiB (default: middle budget)")
+    parser.add_argument("--cell-s", type=float, default=8.0, help="seconds that a cell may take")
     parser.add_argument("--headroom-gib", type=float, default=HEADROOM_GIB)
     parser.add_argument("--limit-s", type=float, default=float("inf"))
     parser.add_argument("--tiny", action="store_true", help="a few small layers; no figures")
     args = parser.parse_args(argv)
     if args.new_tokens < 2:
         parser.error("--new-tokens must be at least 2")
+    budgets = sorted(args.budgets or true_size.MODELS[args.model].budgets_gib)
+    args.prefill_at = args.prefill_at or [budgets[len(budgets) // 2]]
     baseline = Baseline(args)
-    for budget in args.budgets or true_size.MODELS[args.model].budgets_gib:
+    for budget in budgets:
         if baseline.elapsed > args.limit_s:
-            break
+            baseline.say(f"{budget:g} GiB left out: no time")
+            continue
         baseline.measure(int(budget) if budget == int(budget) else budget)
     baseline.say("done")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from specter_jax.controller import DepthController, IterationTiming
 from specter_jax.engine.batch import Batch
 from specter_jax.engine.context import Context
-from specter_jax.engine.drafting import draft
+from specter_jax.engine.drafting import begin_draft, draft
 from specter_jax.engine.prefill import prefill
 from specter_jax.engine.state import DecodeState
 from specter_jax.engine.verification import verify
@@ -56,8 +57,11 @@ def iterate(
     ctx.eviction.begin_iteration()
     drafted = draft(ctx, state, depth, most=int(remaining[state.active].max()) - 1)
     drafted_at = clock()
-    (tokens, num_accepted), chosen = verify(ctx, state, drafted, resident_before)
     active = state.active
+    # At least one token more than this iteration can give: the next draft will be wanted.
+    goes_on = depth > 0 and int(remaining[active].max()) > depth + 1
+    begin_next = functools.partial(begin_draft, ctx, state, depth) if goes_on else None
+    (tokens, num_accepted), chosen = verify(ctx, state, drafted, resident_before, begin_next)
     num_new = np.where(active, num_accepted + 1, 0)
     # What the draft routed stands in for the target's choices; plain decoding has only these.
     routing = None if depth else np.stack([chosen[m] for m in sorted(chosen)])[:, :, :1]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
 
 from specter_jax.engine.context import Context
-from specter_jax.engine.programs import DraftChunk
+from specter_jax.engine.programs import DraftChunk, DraftStart
 from specter_jax.engine.slots import Key
-from specter_jax.engine.state import DecodeState
+from specter_jax.engine.state import Begun, DecodeState
 from specter_jax.offload import (
     ExpertLookaheadBuffer,
     Snapshot,
@@ -41,6 +42,16 @@ def no_draft(batch: int) -> Drafted:
     return Drafted(np.zeros((batch, 0), np.int32), None, None, None, np.zeros(batch, np.int32))
 
 
+def begin_draft(ctx: Context, state: DecodeState, depth: int, start: DraftStart) -> None:
+    """Dispatches the first chunk of a draft of `depth` tokens, which `draft` then goes on with.
+
+    Behind a verification's dispatch, with the start that it computes, the device goes from one to
+    the other while the host reads what was accepted. Where an expert was missing nothing runs.
+    """
+    if depth:
+        state.begun = _begin(ctx, state, start, depth + _covers_last(ctx))
+
+
 def draft(ctx: Context, state: DecodeState, depth: int, most: int = MAX_DEPTH) -> Drafted:
     """Drafts `depth` tokens per active sequence and starts the transfers they call for.
 
@@ -51,20 +62,15 @@ def draft(ctx: Context, state: DecodeState, depth: int, most: int = MAX_DEPTH) -
         is padded, as verification at `depth` has fixed shapes. Sampling always drafts them all,
         since verification takes as many probabilities.
     """
+    begun, state.begun = state.begun, None
     if depth == 0:
         return no_draft(state.batch)
     useful = depth if state.draws is not None else max(1, min(depth, most))
     all_resident = bool(ctx.pool.cache.resident.all())
-    cover_last = ctx.policy.prefetch == "draft" and not all_resident
-    num_steps = useful + cover_last
+    num_steps = useful + _covers_last(ctx)
     elb = ExpertLookaheadBuffer(ctx.config.num_moe_layers, ctx.config.num_experts)
-    # Where nothing is fetched on the way, one meeting with the host at the end is enough.
-    chunk_tokens = _chunk_tokens(ctx, num_steps) if cover_last else num_steps
     begin, pauses = ctx.recorder.clock(), ctx.recorder.boundary_ms
     prefetcher = _Prefetcher(ctx, num_steps)
-    probs = None if state.draws is None else ctx.programs.empty_probs(state.batch)
-    # On the device like every later one: another kind of argument would be another program.
-    last = ctx.programs.place(state.last)
     tokens: list[np.ndarray] = []
     experts: list[np.ndarray] = []
 
@@ -78,28 +84,25 @@ def draft(ctx: Context, state: DecodeState, depth: int, most: int = MAX_DEPTH) -
             prefetcher.boundary(snapshot, np.stack(experts, 2), len(tokens))
         return snapshot
 
+    if begun is None:
+        begun = _begin(ctx, state, ctx.programs.start(state.last, state.lengths), num_steps)
+    start, chunk, probs = begun.start, begun.chunk, begun.probs
+    # What was begun may have been begun for more.
+    done = min(begun.count, num_steps)
+    size = _chunk_tokens(ctx, num_steps)
     # A chunk is taken in while the next one is dispatched.
     with ctx.side_work() as side:
-        for first in range(0, num_steps, chunk_tokens):
-            count = min(chunk_tokens, num_steps - first)
-            with ctx.trace.span("draft", "chunk", first=first):
-                chunk, state.kv, probs = ctx.programs.draft(
-                    ctx.params,
-                    state.kv,
-                    probs,
-                    last,
-                    state.lengths,
-                    state.active,
-                    np.int32(first),
-                    np.int32(count),
-                    state.draws,
-                )
-            last = chunk.last
+        side.start(take_in, chunk, done)
+        while done < num_steps:
+            count = min(size, num_steps - done)
+            start = start.replace(last=chunk.last)
+            chunk, probs = _dispatch(ctx, state, start, probs, done, count)
+            done += count
             with ctx.recorder.timed("boundary_ms"):
                 side.wait()
             side.start(take_in, chunk, count)
-        with ctx.trace.span("draft", "chunk", first=num_steps):
-            jax.block_until_ready(last)
+        with ctx.trace.span("draft", "wait", steps=num_steps):
+            jax.block_until_ready(chunk.last)
         with ctx.recorder.timed("boundary_ms"):
             snapshot = side.wait()
     pauses = ctx.recorder.boundary_ms - pauses
@@ -117,8 +120,40 @@ def draft(ctx: Context, state: DecodeState, depth: int, most: int = MAX_DEPTH) -
     )
 
 
+def _covers_last(ctx: Context) -> bool:
+    """Whether a step more is run for the routing of the last drafted token."""
+    return ctx.policy.prefetch == "draft" and not ctx.pool.cache.resident.all()
+
+
+def _begin(ctx: Context, state: DecodeState, start: DraftStart, num_steps: int) -> Begun:
+    """Dispatches the first chunk of `num_steps` steps."""
+    probs = None if state.draws is None else ctx.programs.empty_probs(state.batch)
+    count = _chunk_tokens(ctx, num_steps)
+    chunk, probs = _dispatch(ctx, state, start, probs, 0, count)
+    return Begun(start=start, chunk=chunk, count=count, probs=probs)
+
+
+def _dispatch(ctx, state, start, probs, first, count) -> tuple[DraftChunk, Any]:
+    """Dispatches steps first .. first + count - 1; returns the chunk and the drawn-from `probs`."""
+    with ctx.trace.span("draft", "chunk", first=first):
+        chunk, state.kv, probs = ctx.programs.draft(
+            ctx.params,
+            state.kv,
+            probs,
+            start,
+            state.active,
+            np.int32(first),
+            np.int32(count),
+            state.draws,
+        )
+    return chunk, probs
+
+
 def _chunk_tokens(ctx: Context, num_steps: int) -> int:
     """Draft steps between two meetings with the host."""
+    if not _covers_last(ctx):
+        # Where nothing is fetched on the way, one meeting at the end is enough.
+        return num_steps
     return ctx.pace.chunk(
         num_steps,
         ctx.runtime.chunk_tokens,

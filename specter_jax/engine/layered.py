@@ -159,11 +159,11 @@ def _apply_experts(
     draft = ctx.decoding_draft(m)
     needed = used
     if run.resident_before is not None:
-        missing = [e for e in used.tolist() if pool.cache.slot_table[m, e] < 0]
+        missing = pool.cache.absent(m, used)
         _count_uses(ctx, m, used, missing, run.resident_before)
         if ctx.policy.whole_layers:
             needed = np.arange(ctx.config.num_experts)
-    missing = [e for e in needed.tolist() if pool.cache.slot_table[m, e] < 0]
+    missing = pool.cache.absent(m, needed)
     prompt = run.resident_before is None
     # All that is missing may be on its way together, and the next layer's experts find room too.
     fits = len(missing) <= pool.max_in_flight and 2 * len(needed) <= pool.num_slots
@@ -180,7 +180,7 @@ def _apply_experts(
     size = len(needed) if at_once else max(1, min(run.group_size, pool.num_slots))
     for start in range(0, len(needed), size):
         group = needed[start : start + size]
-        absent = [e for e in group.tolist() if pool.cache.slot_table[m, e] < 0]
+        absent = pool.cache.absent(m, group)
         # Guess at this layer's next group before anything of a later layer.
         following = needed[start + size : start + 2 * size].tolist()
         with ctx.trace.span("verification", "experts", layer=m, experts=len(group)):

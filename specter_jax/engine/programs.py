@@ -14,6 +14,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specter_jax import models
 from specter_jax.acceptance import Accepted, accept_greedy, accept_sampled
@@ -45,6 +46,19 @@ MAX_STEPS = MAX_DEPTH + 1
 
 
 @flax.struct.dataclass
+class DraftStart:
+    """Where a draft begins, on the device: made by the host, or by the verification before it.
+
+    last: int32 [B], the last committed tokens; lengths: int32 [B], KV entries below them; go: int32
+    scalar, 1, or 0 where that verification lacked an expert: then no step runs.
+    """
+
+    last: jax.Array
+    lengths: jax.Array
+    go: jax.Array
+
+
+@flax.struct.dataclass
 class DraftChunk:
     """What some draft steps give; rows past the number of steps mean nothing.
 
@@ -59,10 +73,11 @@ class DraftChunk:
 
 @flax.struct.dataclass
 class Verified:
-    """What a verification of T positions gives; all but `hidden` in host memory.
+    """What a verification of T positions gives; all but `hidden` and `start` in host memory.
 
     tokens: int32 [B, T], of which num_accepted + 1 count; num_accepted: int32 [B];
-    experts: int32 [M, B, T, k]; misses: int32 [M]; hidden: [M, B, T, H] entering each MoE layer.
+    experts: int32 [M, B, T, k]; misses: int32 [M]; hidden: [M, B, T, H] entering each MoE layer;
+    start: where the next draft begins.
     """
 
     tokens: jax.Array
@@ -70,6 +85,7 @@ class Verified:
     experts: jax.Array
     misses: jax.Array
     hidden: jax.Array
+    start: DraftStart
 
 
 @flax.struct.dataclass
@@ -90,9 +106,11 @@ class Stretch:
 class Programs:
     """Jitted functions of one model on one device; each compiles once per shape bucket.
 
-    draft(params, kv, probs, last [B], lengths [B], active [B], first, count, draws)
-        -> (DraftChunk, kv, probs), steps first .. first + count - 1; probs float32
-        [MAX_STEPS, B, V], what each step's token was drawn from, None when greedy
+    start(last [B], lengths [B]) -> DraftStart of NumPy arrays (not jitted)
+    draft(params, kv, probs, start, active [B], first, count, draws)
+        -> (DraftChunk, kv, probs), steps first .. first + count - 1, the first of them fed with
+        start.last; probs float32 [MAX_STEPS, B, V], what each step's token was drawn from, None
+        when greedy
     empty_probs(batch) -> probs for an iteration's first chunk (static batch)
     verify(params, kv, slots, slot_table, tokens [B, T], lengths, num_drafted [B], active, probs,
         draws) -> (Verified, kv)
@@ -100,25 +118,25 @@ class Programs:
     dense(layer, prompt, params, kv_layer, hidden, lengths, mask) -> (hidden, kv_layer)
     route(layer, prompt, params, kv_layer, hidden, lengths, mask, next_router)
         -> (Routed, host copies (experts, next_experts), kv_layer)
-    place(array) -> the array on the device (not jitted)
     zeros(routed) -> total, float32 [B, T, H]
     accumulate(routed, slots, slot_row, group, total, draft) -> total
     close(params, routed, total) -> hidden
     experts(params, routed, slots, slot_row, draft) -> hidden
     stretch(layers, params, drafts, kv_layers, hidden, slots, slot_table, lengths, mask)
         -> (Stretch, kv_layers), consecutive MoE layers, one entry each in the tuples
-    accept(shared, hidden, tokens, lengths, num_drafted, probs, draws) -> (tokens, num_accepted)
+    accept(shared, hidden, tokens, lengths, num_drafted, active, probs, draws)
+        -> ((tokens, num_accepted), DraftStart)
     first_token(shared, hidden, last [B], lengths, draws) -> tokens [B]
     hidden_at(hidden [M or n, B, T, H], m) -> [B, T, H]
     """
 
+    start: Any
     draft: Any
     empty_probs: Any
     verify: Any
     embed: Any
     dense: Any
     route: Any
-    place: Any
     zeros: Any
     accumulate: Any
     close: Any
@@ -167,16 +185,23 @@ def judge(
     )
 
 
-def _draft(config, params, kv, probs, last, lengths, active, first, count, draws):
+def _next_start(accepted: Accepted, lengths: jax.Array, active: jax.Array, go: jax.Array):
+    """Where the next draft begins if all of `accepted` is committed; `go`: bool scalar."""
+    last = jnp.take_along_axis(accepted.tokens, accepted.num_accepted[:, None], axis=1)[:, 0]
+    gained = jnp.where(active, accepted.num_accepted + 1, 0)
+    return DraftStart(last=last, lengths=lengths + gained, go=go.astype(jnp.int32))
+
+
+def _draft(config, params, kv, probs, start, active, first, count, draws):
     # A loop: one program for any number of steps, and one dispatch, which costs the host about as
     # much as a step takes the device, because it grows with the number of arrays.
-    batch = last.shape[0]
+    batch = start.last.shape[0]
     tokens = jnp.zeros((MAX_STEPS, batch), jnp.int32)
     experts = jnp.zeros((MAX_STEPS, config.num_moe_layers, batch, config.top_k), jnp.int32)
 
     def step(i, carry):
         kv, probs, last, tokens, experts = carry
-        at = lengths + first + i
+        at = start.lengths + first + i
         logits, chosen, kv = models.draft_step(config, params, kv, last, at, active)
         if draws is None:
             last = greedy(logits)
@@ -186,8 +211,8 @@ def _draft(config, params, kv, probs, last, lengths, active, first, count, draws
             probs = probs.at[first + i].set(drawn_from)
         return kv, probs, last, tokens.at[i].set(last), experts.at[i].set(chosen)
 
-    carry = (kv, probs, last, tokens, experts)
-    kv, probs, last, tokens, experts = jax.lax.fori_loop(0, count, step, carry)
+    carry = (kv, probs, start.last, tokens, experts)
+    kv, probs, last, tokens, experts = jax.lax.fori_loop(0, count * start.go, step, carry)
     return DraftChunk(tokens=tokens, experts=experts, last=last), kv, probs
 
 
@@ -213,6 +238,7 @@ def _verify(
         experts=out.experts,
         misses=out.misses,
         hidden=out.hidden,
+        start=_next_start(accepted, lengths, active, ~out.misses.any()),
     )
     return verified, kv
 
@@ -243,10 +269,11 @@ def _dense(config, layer, prompt, params, kv_layer, hidden, lengths, mask):
     return models.dense_layer(config, layer, params, kv_layer, hidden, lengths, mask, prompt=prompt)
 
 
-def _accept(config, shared, hidden, tokens, lengths, num_drafted, probs, draws):
+def _accept(config, shared, hidden, tokens, lengths, num_drafted, active, probs, draws):
     logits = models.head(config, shared, hidden)
     accepted = judge(logits, tokens, lengths, num_drafted, probs, draws)
-    return accepted.tokens, accepted.num_accepted
+    start = _next_start(accepted, lengths, active, jnp.bool_(True))
+    return (accepted.tokens, accepted.num_accepted), start
 
 
 def _first_token(config, shared, hidden, last, lengths, draws):
@@ -274,13 +301,19 @@ def build_programs(config: ModelConfig, compute_dtype: str, device: jax.Device) 
         )
 
     chunk_out = DraftChunk(tokens=host, experts=host, last=dev)
-    verified_out = Verified(tokens=host, num_accepted=host, experts=host, misses=host, hidden=dev)
+    verified_out = Verified(
+        tokens=host, num_accepted=host, experts=host, misses=host, hidden=dev, start=dev
+    )
     stretch_out = Stretch(hidden=dev, entering=dev, experts=host, misses=host)
 
     def embed(config, shared, tokens):
         return models.embed(config, shared, tokens, dtype)
 
+    def start(last, lengths):
+        return jax.device_put(DraftStart(last, lengths, np.int32(1)), dev)
+
     return Programs(
+        start=start,
         draft=jitted(
             _draft, donate=(1, 2), out=(chunk_out, dev, dev), gpu_options=compile_options.DRAFT
         ),
@@ -289,13 +322,12 @@ def build_programs(config: ModelConfig, compute_dtype: str, device: jax.Device) 
         embed=jitted(embed),
         dense=jitted(_dense, donate=(3,), static=(0, 1)),
         route=jitted(_route, donate=(3,), static=(0, 1), out=(dev, host, dev)),
-        place=functools.partial(jax.device_put, device=dev),
         zeros=jitted(_zeros),
         accumulate=jitted(models.accumulate_experts, donate=(4,)),
         close=jitted(models.close_layer),
         experts=jitted(models.finish_layer),
         stretch=jitted(_stretch, donate=(3,), static=(0,), out=(stretch_out, dev)),
-        accept=jitted(_accept, out=host),
+        accept=jitted(_accept, out=(host, dev)),
         first_token=jitted(_first_token, out=host),
         hidden_at=jax.jit(lambda hidden, m: hidden[m]),
     )

@@ -7,7 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from specter_jax.engine.programs import Draws
+from specter_jax.engine.programs import DraftChunk, DraftStart, Draws
+
+
+@dataclasses.dataclass
+class Begun:
+    """A draft whose first chunk has been dispatched.
+
+    start: where it begins; count: steps of that chunk; probs: as in `Programs.draft`.
+    """
+
+    start: DraftStart
+    chunk: DraftChunk
+    count: int
+    probs: Any
 
 
 @dataclasses.dataclass
@@ -17,7 +30,8 @@ class DecodeState:
     kv: the KV pytree, shared by draft and target, valid below `lengths`;
     lengths: int32 [B], KV entries per sequence (prompt and output but for the last token);
     last: int32 [B], the last committed token, whose KV entry is still to be written;
-    active: bool [B], sequences that go on; draws: sampling arguments, None for greedy.
+    active: bool [B], sequences that go on; draws: sampling arguments, None for greedy;
+    begun: the next draft, if it was dispatched behind the verification.
     """
 
     kv: tuple[Any, ...]
@@ -25,6 +39,7 @@ class DecodeState:
     last: np.ndarray
     active: np.ndarray
     draws: Draws | None
+    begun: Begun | None = None
 
     @property
     def batch(self) -> int:

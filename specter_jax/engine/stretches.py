@@ -130,7 +130,7 @@ def _bring(ctx: Context, m: int, length: int, needed: np.ndarray, top_up) -> set
     for layer in range(m, m + length):
         experts = np.flatnonzero(needed[layer])
         pool.cache.pin(layer, experts)
-        missing += [(layer, e) for e in experts.tolist() if pool.cache.slot_table[layer, e] < 0]
+        missing += [(layer, expert) for expert in pool.cache.absent(layer, experts)]
     arrived = set(pool.arrived()) if missing else set()
     pool.issue(missing, urgent=True)
     top_up()

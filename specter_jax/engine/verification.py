@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 from specter_jax.engine.context import Context, needed_experts
 from specter_jax.engine.drafting import Drafted
 from specter_jax.engine.layered import Pass, run_layers
-from specter_jax.engine.programs import Verified
+from specter_jax.engine.programs import DraftStart, Verified
 from specter_jax.engine.slots import Key
 from specter_jax.engine.state import DecodeState
 from specter_jax.engine.stretches import Foreseen, book_uses, runs_stretches
@@ -19,6 +20,8 @@ from specter_jax.runtime_config import MIN_VERIFY_TOKENS
 
 Accepted = tuple[np.ndarray, np.ndarray]
 """tokens int32 [B, T], num_accepted int32 [B]: num_accepted + 1 tokens of a row count."""
+
+BeginNext = Callable[[DraftStart], None]
 
 Choices = dict[int, np.ndarray]
 """MoE layer -> the target's choices, int32 [B, T, k]."""
@@ -30,18 +33,24 @@ takes about three times what it takes inside the program."""
 
 
 def verify(
-    ctx: Context, state: DecodeState, drafted: Drafted, resident_before: np.ndarray
+    ctx: Context,
+    state: DecodeState,
+    drafted: Drafted,
+    resident_before: np.ndarray,
+    begin_next: BeginNext | None = None,
 ) -> tuple[Accepted, Choices]:
     """Runs the target over the last token and the drafted ones and decides what is accepted.
 
     resident_before: bool [M, E], residents when the iteration began, for the statistics.
+    begin_next: dispatches what is to run behind the verification; called again after a miss.
     """
     tokens = verify_tokens(state, drafted)
     if _all_present(ctx, drafted):
-        out = one_program(ctx, state, drafted, tokens)
-        accepted, chosen = _take_or_resume(ctx, state, drafted, tokens, out, resident_before)
+        accepted, chosen = _one_program_or_resume(
+            ctx, state, drafted, tokens, resident_before, begin_next
+        )
     else:
-        accepted, chosen = by_layers(ctx, state, drafted, tokens, resident_before)
+        accepted, chosen = by_layers(ctx, state, drafted, tokens, resident_before, begin_next)
     _count_matches(ctx, state, drafted, chosen)
     return accepted, chosen
 
@@ -81,9 +90,17 @@ def _bring_all(ctx: Context, missing: list[Key], needed: np.ndarray) -> bool:
     return True
 
 
-def one_program(ctx: Context, state: DecodeState, drafted: Drafted, tokens: np.ndarray) -> Verified:
+def one_program(
+    ctx: Context,
+    state: DecodeState,
+    drafted: Drafted,
+    tokens: np.ndarray,
+    begin_next: BeginNext | None = None,
+) -> Verified:
     """The whole target in one dispatch; right up to the first layer with misses."""
     out, state.kv = ctx.programs.verify(*verify_arguments(ctx, state, drafted, tokens))
+    if begin_next is not None:
+        begin_next(out.start)
     return out
 
 
@@ -105,20 +122,21 @@ def verify_arguments(
     )
 
 
-def _take_or_resume(
+def _one_program_or_resume(
     ctx: Context,
     state: DecodeState,
     drafted: Drafted,
     tokens: np.ndarray,
-    out: Verified,
     resident_before: np.ndarray,
+    begin_next: BeginNext | None,
 ) -> tuple[Accepted, Choices]:
-    """Takes in `one_program`'s outcome.
+    """Verifies in one program and makes up for what it missed.
 
     After a miss it fetches what was missed and runs the program again, which overwrites what the
     first run wrote; or goes on layer by layer from the first layer that missed, if few are left or
     slots are too few.
     """
+    out = one_program(ctx, state, drafted, tokens, begin_next)
     misses, experts = _read(ctx, out, tokens)
     ctx.optimism.observe(bool(misses.any()))
     late: set[Key] = set()
@@ -133,7 +151,7 @@ def _take_or_resume(
             break
         ctx.recorder.resumes += not late
         late.update(missing)
-        out = one_program(ctx, state, drafted, tokens)
+        out = one_program(ctx, state, drafted, tokens, begin_next)
         misses, experts = _read(ctx, out, tokens)
     first_miss = _first_miss(misses)
     chosen = {m: experts[m] for m in range(first_miss)}
@@ -141,7 +159,9 @@ def _take_or_resume(
     if first_miss == len(misses):
         return (np.asarray(out.tokens), np.asarray(out.num_accepted)), chosen
     ctx.recorder.resumes += not late
-    accepted, rest = resume(ctx, state, drafted, tokens, out, first_miss, resident_before, experts)
+    accepted, rest = resume(
+        ctx, state, drafted, tokens, out, first_miss, resident_before, experts, begin_next
+    )
     return accepted, chosen | rest
 
 
@@ -165,6 +185,7 @@ def resume(
     first_miss: int,
     resident_before: np.ndarray,
     experts: np.ndarray,
+    begin_next: BeginNext | None = None,
 ) -> tuple[Accepted, Choices]:
     """Layer by layer from MoE layer `first_miss` on, from the state that `out` saved there.
 
@@ -173,7 +194,9 @@ def resume(
     hidden = ctx.programs.hidden_at(out.hidden, np.int32(first_miss))
     start = ctx.config.moe_layers[first_miss]
     named = needed_experts(experts, ctx.config.num_experts)
-    return _layers_and_head(ctx, state, drafted, tokens, hidden, start, resident_before, named)
+    return _layers_and_head(
+        ctx, state, drafted, tokens, hidden, start, resident_before, begin_next, named
+    )
 
 
 def by_layers(
@@ -182,11 +205,12 @@ def by_layers(
     drafted: Drafted,
     tokens: np.ndarray,
     resident_before: np.ndarray,
+    begin_next: BeginNext | None = None,
 ) -> tuple[Accepted, Choices]:
     """Layer by layer from the start."""
     hidden = ctx.programs.embed(ctx.shared, tokens)
     misses_before = ctx.recorder.demand_misses
-    result = _layers_and_head(ctx, state, drafted, tokens, hidden, 0, resident_before)
+    result = _layers_and_head(ctx, state, drafted, tokens, hidden, 0, resident_before, begin_next)
     ctx.optimism.observe(ctx.recorder.demand_misses > misses_before)
     return result
 
@@ -199,6 +223,7 @@ def _layers_and_head(
     hidden: jax.Array,
     start_layer: int,
     resident_before: np.ndarray,
+    begin_next: BeginNext | None,
     named: np.ndarray | None = None,
 ) -> tuple[Accepted, Choices]:
     """Decoder layers from `start_layer` on, then head and acceptance.
@@ -221,15 +246,18 @@ def _layers_and_head(
         foreseen=_foreseen(ctx, drafted, named, may_bring=guesses),
     )
     hidden, state.kv, chosen = run_layers(ctx, state.kv, hidden, start_layer, run)
-    tokens_out, num_accepted = ctx.programs.accept(
+    (tokens_out, num_accepted), start = ctx.programs.accept(
         ctx.shared,
         hidden,
         tokens,
         state.lengths,
         drafted.num_drafted,
+        state.active,
         drafted.probs,
         state.draws,
     )
+    if begin_next is not None:
+        begin_next(start)
     return (np.asarray(tokens_out), np.asarray(num_accepted)), chosen
 
 

@@ -6,6 +6,7 @@ program compiled from the arguments of a call is the one that the call then find
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -70,8 +71,9 @@ def _warm_commits(ctx: Context) -> None:
     # What the slot held is lost, so that nothing may count as resident from here on.
     ctx.pool.reset(ctx.eviction)
     expert = jax.device_put(ctx.pool.store.get(0, 0), device_sharding(ctx.device))
-    for size in COMMIT_SIZES:
-        ctx.pool.write([0] * size, [expert] * size)
+    for smaller, size in itertools.pairwise((0, *COMMIT_SIZES)):
+        if smaller < ctx.pool.max_in_flight:
+            ctx.pool.write([0] * size, [expert] * size)
 
 
 def _compile_side_by_side(ctx: Context, batch: Batch, depths: Sequence[int]) -> None:
@@ -236,9 +238,9 @@ def _run_experts(ctx: Context, state: DecodeState, num_tokens: int, *, prompt: b
 
 
 def _draft_arguments(ctx: Context, state: DecodeState) -> tuple[Any, ...]:
-    last = ctx.programs.place(state.last)
-    draw = (state.lengths, state.active, np.int32(0), np.int32(1), state.draws)
-    return ctx.params, state.kv, _probs(ctx, state), last, *draw
+    start = ctx.programs.start(state.last, state.lengths)
+    draw = (state.active, np.int32(0), np.int32(1), state.draws)
+    return ctx.params, state.kv, _probs(ctx, state), start, *draw
 
 
 def _probs(ctx: Context, state: DecodeState) -> Any:

@@ -54,6 +54,8 @@ class ExpertCache:
         self.num_slots = num_slots
         self.eviction = eviction
         self._table = np.full((num_layers, num_experts), NOT_RESIDENT, np.int32)
+        self._table_view = self._table.view()
+        self._table_view.flags.writeable = False
         self._pins = np.zeros((num_layers, num_experts), np.int32)
         # Owner of each slot as a flat id, layer * E + expert; NOT_RESIDENT when free.
         self._owner = np.full(num_slots, NOT_RESIDENT, np.int64)
@@ -62,14 +64,16 @@ class ExpertCache:
     @property
     def slot_table(self) -> np.ndarray:
         """int32 [M, E], read-only view: the expert's slot, or NOT_RESIDENT."""
-        view = self._table.view()
-        view.flags.writeable = False
-        return view
+        return self._table_view
 
     @property
     def resident(self) -> np.ndarray:
         """bool [M, E]: experts that have a slot (their bytes may still be on the way)."""
         return self._table != NOT_RESIDENT
+
+    def absent(self, layer: int, experts: np.ndarray) -> list[int]:
+        """Those of `experts`, int [n], that have no slot, in the order given."""
+        return experts[self._table[layer, experts] == NOT_RESIDENT].tolist()
 
     @property
     def pinned(self) -> np.ndarray:
@@ -201,7 +205,8 @@ class ExpertCache:
         One look at the eviction order serves them all, unless each layer has its own share of the
         slots; then layers are served in the order in which they come.
         """
-        if len(set(keys)) != len(keys) or any(self._table[key] != NOT_RESIDENT for key in keys):
+        layers, experts = np.array(keys, np.int64).reshape(-1, 2).T
+        if len(set(keys)) != len(keys) or (self._table[layers, experts] != NOT_RESIDENT).any():
             raise InvalidRequestError(f"experts {keys} to place must be distinct and not resident")
         if not self.eviction.per_layer:
             return self._place(keys, next_layer, protect)

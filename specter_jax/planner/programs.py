@@ -14,6 +14,7 @@ import numpy as np
 
 from specter_jax.config import ModelConfig, layer_name
 from specter_jax.engine.context import distinct_experts
+from specter_jax.engine.programs import DraftStart
 from specter_jax.planner.device import Device, HostResult
 from specter_jax.planner.traces import RoutingTrace
 
@@ -42,18 +43,26 @@ class ReplayPrograms:
         self._timing = device.timing
         self.prompt = 0
 
-    def draft(self, params, kv, probs, last, lengths, active, first, count, draws):
+    def start(self, last, lengths):
+        """A few tokens to the device: no time but what a step's dispatch counts."""
+        return DraftStart(last, lengths, np.int32(1))
+
+    def draft(self, params, kv, probs, start, active, first, count, draws):
         """The draft's choices from where the sequence stands."""
-        position = int(lengths[0]) + int(first)
-        steps = self._trace.draft_experts[:, self.prompt, position : position + int(count)]
+        position = int(start.lengths[0]) + int(first)
+        count = int(count) * int(start.go)
+        recorded = self._trace.draft_experts[:, self.prompt]
+        # Steps past the end of the output may be begun; what they give is not used.
+        positions = np.minimum(position + np.arange(count), recorded.shape[1] - 1)
+        steps = recorded[:, positions]
         experts = np.moveaxis(steps, 1, 0)[:, :, None].astype(np.int32)
         seconds = sum(self._timing.draft_step(step.size) for step in experts)
         self._device.work(self._timing.draft_call)
         moment = self._device.dispatch(seconds)
         chunk = SimpleNamespace(
-            tokens=HostResult(np.zeros((int(count), 1), np.int32), moment),
+            tokens=HostResult(np.zeros((count, 1), np.int32), moment),
             experts=HostResult(experts, moment),
-            last=None,
+            last=moment,
         )
         return chunk, kv, probs
 
@@ -67,12 +76,14 @@ class ReplayPrograms:
         ]
         self._device.work(self._timing.verify_call)
         moment = self._device.dispatch(self._timing.verification(sum(map(len, used))))
+        accepted = self._accepted(lengths, num_drafted)
         verified = SimpleNamespace(
             tokens=HostResult(np.zeros(tokens.shape, np.int32), moment),
-            num_accepted=HostResult(self._accepted(lengths, num_drafted), moment),
+            num_accepted=HostResult(accepted, moment),
             experts=HostResult(experts, moment),
             misses=HostResult(np.array(misses, np.int32), moment),
             hidden=None,
+            start=DraftStart(None, lengths + accepted + 1, np.int32(not any(misses))),
         )
         return verified, kv
 
@@ -90,10 +101,6 @@ class ReplayPrograms:
         experts = self._choices(lengths, mask[0])[self._config.moe_index(params)]
         moment = self._device.dispatch(self._timing.layer())
         return _Routed(experts), (HostResult(experts, moment), None), kv_layer
-
-    def place(self, array):
-        """A few tokens to the device: no time but what a step's dispatch counts."""
-        return array
 
     def zeros(self, routed):
         """An empty sum: no time but the dispatch."""
@@ -132,8 +139,9 @@ class ReplayPrograms:
     def accept(self, shared, hidden, tokens, lengths, num_drafted, *rest):
         """Head and acceptance."""
         moment = self._device.dispatch(self._timing.head())
-        accepted = HostResult(self._accepted(lengths, num_drafted), moment)
-        return HostResult(np.zeros(tokens.shape, np.int32), moment), accepted
+        accepted = self._accepted(lengths, num_drafted)
+        outcome = HostResult(np.zeros(tokens.shape, np.int32), moment), HostResult(accepted, moment)
+        return outcome, DraftStart(None, lengths + accepted + 1, np.int32(1))
 
     def first_token(self, *arguments):
         """The token after the prompt."""

@@ -40,8 +40,9 @@ def draw_timeline(records: Records) -> Panel:
         panel.set_xlim(0, total / 1e3)
         panel.grid(axis="x", color="#eeeeee", linewidth=0.5)
         panel.set_xlabel("ms since the iteration began")
-        budget = record.get("budget", "")
-        panel.set_title(f"{record['model']}, depth {record.get('depth')}, {budget}")
+        names = ("budget", "expert_format")
+        parts = [f"depth {record.get('depth')}", *(record.get(name) for name in names)]
+        panel.set_title(", ".join([record["model"], *filter(None, parts)]))
         _mark_verification(panel, rows.get("verification", []))
     rows = [row for record in records for row in _table(record)]
     return Panel(svg_of(figure), listed([_sentence(record) for record in records]) + ".", rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specter_jax.report import TRUE_SIZE
@@ -18,6 +18,8 @@ Records = dict[str, list[Record]]
 
 AUTO = "auto"
 DEFAULT_SYSTEM = "specter"
+ANY = "any"
+"""Dataset of a cell whose time does not depend on the text: it stands for every dataset."""
 PLACE = ("model", "budget", "expert_format", "dataset")
 """What two cells must share to be compared."""
 KERNELS = {
@@ -51,7 +53,9 @@ def records_of(content: Mapping[str, Any]) -> Records:
 
 def _common(source: Mapping[str, Any]) -> Record:
     budget = source.get("budget_gib")
-    shown = source.get("budget") or ("all on the GPU" if budget is None else f"{budget:g} GiB")
+    shown = source.get("budget")
+    if shown is None:
+        shown = "all on the GPU" if budget is None else f"{budget:g} GiB"
     record = {"model": str(source.get("model", "?")), "setting": TRUE_SIZE, "budget": shown}
     if source.get("expert_format"):
         record["expert_format"] = source["expert_format"]
@@ -89,10 +93,14 @@ def system_name(cell: Mapping[str, Any]) -> str:
 
 
 def _end_to_end(cells: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
-    """One record for each place and system: at the system's own depth, else at the fastest."""
+    """One record for each place and system: at the system's own depth, else at the fastest.
+
+    Policies that are no system of their own are left out; figure 17 is of them.
+    """
     best: dict[str, tuple[tuple[bool, float], Record]] = {}
-    for cell in cells:
-        if cell["stats"].get("tpot_ms") is None:
+    for cell in _on_datasets(list(cells)):
+        no_system = system_name(cell) in HIT_RATE_POLICIES
+        if no_system or cell["stats"].get("tpot_ms") is None:
             continue
         record = {
             **_common(cell),
@@ -111,6 +119,22 @@ def _end_to_end(cells: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
         if key not in best or rank < best[key][0]:
             best[key] = rank, record
     return [record for _, record in best.values()]
+
+
+def _on_datasets(cells: Sequence[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
+    """The cells, those of any text once for each dataset that was run in the same place."""
+
+    def place(cell: Mapping[str, Any]) -> tuple[Any, ...]:
+        return cell.get("model"), cell.get("budget_gib")
+
+    for cell in cells:
+        beside = [_dataset(other) for other in cells if place(other) == place(cell)]
+        names = list(dict.fromkeys(name for name in beside if name != ANY))
+        if _dataset(cell) != ANY or not names:
+            yield cell
+            continue
+        for name in names:
+            yield {**cell, "dataset": name}
 
 
 def _depth_records(cells: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
@@ -172,9 +196,10 @@ def _hit_rates(cells: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
     cells = [cell for cell in cells if cell.get("policy") in HIT_RATE_POLICIES]
     depths = Counter(cell.get("depth") for cell in cells if cell.get("depth") != 0)
     shared = depths.most_common(1)[0][0] if depths else 0
-    for cell in cells:
+    cells = [cell for cell in cells if cell.get("depth") in (0, shared)]
+    for cell in _on_equal_texts(cells):
         shares = use_shares(cell["stats"])
-        if cell.get("depth") in (0, shared) and shares["hit_rate"] is not None:
+        if shares["hit_rate"] is not None:
             yield {
                 **_common(cell),
                 "policy": cell["policy"],
@@ -182,6 +207,18 @@ def _hit_rates(cells: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
                 "dataset": _dataset(cell),
                 **shares,
             }
+
+
+def _on_equal_texts(cells: Sequence[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
+    """The cells on datasets that all policies of a place ran on; all of them if there are none."""
+    runs: dict[str, dict[str, set[str]]] = {}
+    for cell in cells:
+        place = json.dumps(_common(cell))
+        runs.setdefault(place, {}).setdefault(cell["policy"], set()).add(_dataset(cell))
+    for cell in cells:
+        common = set.intersection(*runs[json.dumps(_common(cell))].values())
+        if not common or _dataset(cell) in common:
+            yield cell
 
 
 def _prefill_records(rows: Iterable[Mapping[str, Any]]) -> Iterable[Record]:

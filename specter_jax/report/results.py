@@ -3,8 +3,9 @@
 `h200.py` writes `{"meta", "cells", "prefill", "kernels"}`: a cell is one generation with "model",
 "budget_gib", "expert_format", "policy" or "system", "depth", "dataset", "batch", "stats"
 (`Stats.to_dict`) and whatever else was noted; "plain" is plain decoding in the same place.
-`kernels.py` writes `{"device", "rows"}`, a run's trace stands in `*.timeline.json`, predictions as
-`predictions.py` says. All keys are optional: what is absent is not measured, nothing is filled in.
+`kernels.py` writes `{"device", "rows"}`, a run's trace stands in `*.timeline.json` with what it is
+of under "otherData", predictions as `predictions.py` says. All keys are optional: what is absent is
+not measured, nothing is filled in.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def read_results(directory: str | os.PathLike[str]) -> tuple[list[Record], Recor
     results.sort(key=lambda file: str(_meta(*file).get("date", "")))
     merged = _gathered([content for _, content in results])
     merged["timelines"] = [
-        {"model": name.removesuffix(TIMELINE), "budget": "", "trace": content}
+        {"model": name.removesuffix(TIMELINE), **_about(content), "trace": content}
         for name, content in files
         if name.endswith(TIMELINE)
     ]
@@ -56,6 +57,12 @@ def read_results(directory: str | os.PathLike[str]) -> tuple[list[Record], Recor
         records["planner"] = pairs
     used = [(name, content) for name, content in results if records_of(_gathered([content]))]
     return [_meta(*file) for file in used], records
+
+
+def _about(trace: Mapping[str, Any]) -> Record:
+    """What a trace says of its run: the model, "budget_gib", "expert_format" and depth."""
+    about = trace.get("otherData") or {}
+    return dict(about) if "budget_gib" in about else {"budget": "", **about}
 
 
 def _gathered(contents: Sequence[Mapping[str, Any]]) -> dict[str, list[Record]]:

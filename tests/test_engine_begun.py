@@ -1,0 +1,75 @@
+"""The next draft is dispatched behind the verification: nothing of it shows in the output."""
+
+import pytest
+
+from specter_jax.engine import decode, drafting
+from tests.engine_cases import (
+    ALL,
+    MANY,
+    PROMPTS,
+    QUARTER,
+    load_tiny,
+    plain_tokens,
+    run,
+    wrong_draft,
+)
+
+
+def count_drafts(monkeypatch, begins=True):
+    """Counts drafts begun early and dispatched in all; `begins=False` keeps any from being."""
+    counts = {"begun": 0, "first": 0}
+    begin, dispatch = decode.begin_draft, drafting._dispatch
+
+    def begin_draft(*args):
+        if begins:
+            counts["begun"] += 1
+            begin(*args)
+
+    def _dispatch(ctx, state, start, probs, first, count):
+        counts["first"] += first == 0
+        return dispatch(ctx, state, start, probs, first, count)
+
+    monkeypatch.setattr(decode, "begin_draft", begin_draft)
+    monkeypatch.setattr(drafting, "_dispatch", _dispatch)
+    return counts
+
+
+@pytest.mark.parametrize("slots", [QUARTER, MANY, ALL])
+def test_output_and_books_are_those_of_drafts_that_wait(tiny_directory, monkeypatch, slots):
+    model = load_tiny(tiny_directory, slots)
+    run(model, PROMPTS[:1])
+    results = []
+    for begins in (True, False):
+        with monkeypatch.context() as patch, wrong_draft(model):
+            counts = count_drafts(patch, begins)
+            results.append(run(model, PROMPTS))
+        assert (counts["begun"] > 0) == begins
+    early, late = results
+    assert early.tokens == late.tokens == plain_tokens(tiny_directory)
+    for name in ("iterations", "drafted", "accepted", "judged", "expert_choices"):
+        assert getattr(early.stats, name) == getattr(late.stats, name), name
+
+
+def test_sampled_output_is_the_same(tiny_directory, monkeypatch):
+    model = load_tiny(tiny_directory, QUARTER)
+    options = dict(temperature=0.8, seed=3)
+    early = run(model, PROMPTS[:2], **options).tokens
+    counts = count_drafts(monkeypatch, begins=False)
+    assert run(model, PROMPTS[:2], **options).tokens == early
+    assert counts["first"] > 0
+
+
+def test_a_draft_is_begun_again_after_a_miss_and_never_past_the_end(tiny_directory, monkeypatch):
+    model = load_tiny(tiny_directory, MANY)
+    with wrong_draft(model):
+        run(model, PROMPTS[:1])
+        counts = count_drafts(monkeypatch)
+        stats = run(model, PROMPTS).stats
+    assert stats.resumes > 0
+    # Each iteration but a sequence's first finds its draft begun, unless it is near the end; what
+    # lacked an expert began one in vain.
+    assert counts["first"] >= stats.iterations
+    assert counts["begun"] >= counts["first"] - stats.iterations
+    assert (
+        run(model, PROMPTS[:1], max_new_tokens=2).tokens[0] == plain_tokens(tiny_directory)[0][:2]
+    )
