@@ -13,7 +13,7 @@ from specter_jax.arguments import as_callable, as_flag, as_integer, as_list
 from specter_jax.controller import AUTO, DEPTH_BUCKETS, DepthController, parse_depth
 from specter_jax.engine.batch import Batch
 from specter_jax.engine.decode import decode
-from specter_jax.engine.programs import Draws
+from specter_jax.engine.program_types import Draws
 from specter_jax.errors import InvalidRequestError, PromptError
 from specter_jax.model import Model
 from specter_jax.offload import DEFAULT_POLICY, get_policy

@@ -76,7 +76,7 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
         "pair_short": Variant(fields={**_PAIR, "num_stages": 2}, most_rows=32),
     }
 )
-DEFAULT_VARIANT = "group"
+DEFAULT_VARIANT = "pair"
 
 
 def config_for(

@@ -1,12 +1,12 @@
-"""Fits the planner's costs of verification on the host to plain decoding, which does nothing else.
+"""Fits the planner's costs of the host to measured cells.
 
     python scripts/bench/fit_planner.py results/h200.json --data DIR [--write]
 
-The cells are those of depth 0 that the calibration names under "fitted_on", which may be at most
-half of all. Two costs (`COSTS`) are varied, by least squares of relative errors of the time per
-token; the others come from measurements of their own and stay. Prints them, or with `--write` puts
-them into the calibration, whose texts are not changed. `validate_planner.py` then tells the error
-on the cells that are not named.
+The cells are those that the calibration names under "fitted_on", which may be at most half of all.
+Three costs (`COSTS`) are varied, by least squares of relative errors of the time per token; the
+others come from measurements of their own and stay. Prints them, or with `--write` puts them into
+the calibration, whose texts are not changed. `validate_planner.py` then tells the error on the
+cells that are not named.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from specter_jax.planner.timing import Hardware
 from specter_jax.planner.traces import bundled_trace
 from specter_jax.planner.validate import predict_measured, split_fitted, with_plain_decoding
 
-COSTS = ("host_layer_us", "verify_call_us")
+COSTS = ("issue_us", "host_layer_us", "verify_call_us")
 ROUNDS = 3
 STEP_US = 50.0
 
@@ -91,7 +91,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(
             f"error: fitted_on names {len(cells)} of {len(every)} cells; expected 1 to half of them"
         )
-    cells = [cell for cell in cells if cell["depth"] == 0]
     configs = {cell["model"]: true_size.model_config(args.data, cell["model"]) for cell in cells}
     traces = {name: bundled_trace(config) for name, config in configs.items()}
     hardware = Hardware.of_card(get_card(args.card))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specter_jax.engine.programs import Draws
+from specter_jax.engine.program_types import Draws
 from specter_jax.runtime_config import RuntimeConfig, kv_capacity, prefill_widths
 
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from specter_jax.engine.context import Context
-from specter_jax.engine.programs import DraftChunk, DraftStart
+from specter_jax.engine.program_types import DraftChunk, DraftStart
 from specter_jax.engine.slots import Key
 from specter_jax.engine.state import Begun, DecodeState
 from specter_jax.offload import (
@@ -200,6 +200,8 @@ class _Prefetcher:
             return
         with ctx.trace.span("host", "boundary", done=done):
             pool = ctx.pool
+            if done == self._num_steps and self._left_to_verification(snapshot.predicted):
+                return
             arrived = pool.arrived()
             reach = reachable_layers(
                 snapshot.predicted.sum(1), self._num_steps / done, pool.num_slots
@@ -218,9 +220,21 @@ class _Prefetcher:
             # Later tokens will name more experts of the first layers, which are needed sooner.
             lasting = pool.max_in_flight * done // self._num_steps - len(arrived) + len(admitted)
             count = len(self._admitted(loads, reach, snapshot.predicted)) + max(0, lasting)
-            before = (pool.bytes_moved - self._bytes_before) // pool.store.expert_bytes
-            self.worthwhile = before + min(count, len(loads))
+            self.worthwhile = self._started() + min(count, len(loads))
             pool.issue(loads[:count])
+
+    def _left_to_verification(self, predicted: np.ndarray) -> bool:
+        """Whether the draft is over and what is absent so little that verification, which brings
+        it in before its one program, needs no help."""
+        absent = plan_loads(predicted, self._ctx.pool.cache.resident)
+        self.worthwhile = self._started() + len(absent)
+        few = len(absent) <= self._ctx.runtime.one_dispatch_pending
+        return few and not self._ctx.policy.use_cutoff
+
+    def _started(self) -> int:
+        """Transfers since the draft began."""
+        pool = self._ctx.pool
+        return (pool.bytes_moved - self._bytes_before) // pool.store.expert_bytes
 
     def _admitted(self, loads: list[Key], reach: int, predicted: np.ndarray) -> list[Key]:
         """Those of `loads` that are worth a slot already now."""

@@ -192,7 +192,7 @@ def _apply_experts(
             )
         pool.cache.unpin(m, group)
     _discard_passed(ctx, m)
-    return ctx.programs.close(params, routed, total)
+    return ctx.programs.close(prompt, params, routed, total)
 
 
 def _bring(

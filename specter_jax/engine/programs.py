@@ -11,7 +11,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,86 +19,36 @@ from specter_jax import models
 from specter_jax.acceptance import Accepted, accept_greedy, accept_sampled
 from specter_jax.config import ModelConfig
 from specter_jax.engine import compile_options
+from specter_jax.engine.program_types import (
+    MAX_STEPS,
+    DraftChunk,
+    DraftStart,
+    Draws,
+    Stretch,
+    Verified,
+)
 from specter_jax.engine.store import device_sharding, host_sharding
-from specter_jax.runtime_config import MAX_DEPTH
 from specter_jax.sampling import DRAFT_STREAM, filtered_probs, greedy, sample, stream_keys
 
 KV = Any
 Params = Any
 
 
-@flax.struct.dataclass
-class Draws:
-    """Sampling arguments that are traced, so that changing them compiles nothing.
+class _ByPurpose:
+    """One function, compiled in one way for prompts and in another for decoding.
 
-    keys: typed PRNG keys [B], one per row; temperature, top_p: float32; top_k: int32 scalars.
+    at: place of the argument that says which: true for prompts.
     """
 
-    keys: jax.Array
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
+    def __init__(self, decoding: Any, prompt: Any, at: int) -> None:
+        self._programs = (decoding, prompt)
+        self._at = at
 
+    def __call__(self, *arguments: Any) -> Any:
+        return self._programs[arguments[self._at]](*arguments)
 
-MAX_STEPS = MAX_DEPTH + 1
-"""Most draft steps of an iteration: the greatest depth, and one for the last position's routing."""
-
-
-@flax.struct.dataclass
-class DraftStart:
-    """Where a draft begins, on the device: made by the host, or by the verification before it.
-
-    last: int32 [B], the last committed tokens; lengths: int32 [B], KV entries below them; go: int32
-    scalar, 1, or 0 where that verification lacked an expert: then no step runs.
-    """
-
-    last: jax.Array
-    lengths: jax.Array
-    go: jax.Array
-
-
-@flax.struct.dataclass
-class DraftChunk:
-    """What some draft steps give; rows past the number of steps mean nothing.
-
-    tokens: int32 [MAX_STEPS, B], host; experts: int32 [MAX_STEPS, M, B, k], host;
-    last: int32 [B], device, the last step's tokens, the input of the next chunk.
-    """
-
-    tokens: jax.Array
-    experts: jax.Array
-    last: jax.Array
-
-
-@flax.struct.dataclass
-class Verified:
-    """What a verification of T positions gives; all but `hidden` and `start` in host memory.
-
-    tokens: int32 [B, T], of which num_accepted + 1 count; num_accepted: int32 [B];
-    experts: int32 [M, B, T, k]; misses: int32 [M]; hidden: [M, B, T, H] entering each MoE layer;
-    start: where the next draft begins.
-    """
-
-    tokens: jax.Array
-    num_accepted: jax.Array
-    experts: jax.Array
-    misses: jax.Array
-    hidden: jax.Array
-    start: DraftStart
-
-
-@flax.struct.dataclass
-class Stretch:
-    """What n consecutive MoE layers give; valid before the first that missed an expert.
-
-    hidden: [B, T, H]; entering: [n, B, T, H], the state before each layer;
-    experts: int32 [n, B, T, k], host, valid up to that layer; misses: int32 [n], host.
-    """
-
-    hidden: jax.Array
-    entering: jax.Array
-    experts: jax.Array
-    misses: jax.Array
+    def lower(self, *arguments: Any) -> Any:
+        return self._programs[arguments[self._at]].lower(*arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +69,7 @@ class Programs:
         -> (Routed, host copies (experts, next_experts), kv_layer)
     zeros(routed) -> total, float32 [B, T, H]
     accumulate(routed, slots, slot_row, group, total, draft) -> total
-    close(params, routed, total) -> hidden
+    close(prompt, params, routed, total) -> hidden
     experts(params, routed, slots, slot_row, draft) -> hidden
     stretch(layers, params, drafts, kv_layers, hidden, slots, slot_table, lengths, mask)
         -> (Stretch, kv_layers), consecutive MoE layers, one entry each in the tuples
@@ -269,6 +218,10 @@ def _dense(config, layer, prompt, params, kv_layer, hidden, lengths, mask):
     return models.dense_layer(config, layer, params, kv_layer, hidden, lengths, mask, prompt=prompt)
 
 
+def _close(config, prompt, params, routed, total):
+    return models.close_layer(config, params, routed, total)
+
+
 def _accept(config, shared, hidden, tokens, lengths, num_drafted, active, probs, draws):
     logits = models.head(config, shared, hidden)
     accepted = judge(logits, tokens, lengths, num_drafted, probs, draws)
@@ -300,6 +253,10 @@ def build_programs(config: ModelConfig, compute_dtype: str, device: jax.Device) 
             compiler_options=gpu_options if on_gpu else None,
         )
 
+    def by_purpose(function, at, **options):
+        ways = (compile_options.PROGRAM, compile_options.PROMPT)
+        return _ByPurpose(*(jitted(function, gpu_options=way, **options) for way in ways), at)
+
     chunk_out = DraftChunk(tokens=host, experts=host, last=dev)
     verified_out = Verified(
         tokens=host, num_accepted=host, experts=host, misses=host, hidden=dev, start=dev
@@ -320,11 +277,11 @@ def build_programs(config: ModelConfig, compute_dtype: str, device: jax.Device) 
         empty_probs=jitted(_empty_probs, static=(0,)),
         verify=jitted(_verify, donate=(1,), out=(verified_out, dev)),
         embed=jitted(embed),
-        dense=jitted(_dense, donate=(3,), static=(0, 1)),
-        route=jitted(_route, donate=(3,), static=(0, 1), out=(dev, host, dev)),
+        dense=by_purpose(_dense, 1, donate=(3,), static=(0, 1)),
+        route=by_purpose(_route, 1, donate=(3,), static=(0, 1), out=(dev, host, dev)),
         zeros=jitted(_zeros),
         accumulate=jitted(models.accumulate_experts, donate=(4,)),
-        close=jitted(models.close_layer),
+        close=by_purpose(_close, 0, static=(0,)),
         experts=jitted(models.finish_layer),
         stretch=jitted(_stretch, donate=(3,), static=(0,), out=(stretch_out, dev)),
         accept=jitted(_accept, out=(host, dev)),

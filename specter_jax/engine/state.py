@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from specter_jax.engine.programs import DraftChunk, DraftStart, Draws
+from specter_jax.engine.program_types import DraftChunk, DraftStart, Draws
 
 
 @dataclasses.dataclass

@@ -11,7 +11,7 @@ import numpy as np
 from specter_jax.engine.context import Context, needed_experts
 from specter_jax.engine.drafting import Drafted
 from specter_jax.engine.layered import Pass, run_layers
-from specter_jax.engine.programs import DraftStart, Verified
+from specter_jax.engine.program_types import DraftStart, Verified
 from specter_jax.engine.slots import Key
 from specter_jax.engine.state import DecodeState
 from specter_jax.engine.stretches import Foreseen, book_uses, runs_stretches

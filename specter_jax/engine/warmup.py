@@ -234,7 +234,8 @@ def _run_experts(ctx: Context, state: DecodeState, num_tokens: int, *, prompt: b
         if _in_groups(ctx, prompt):
             total = ctx.programs.zeros(routed)
             total = ctx.programs.accumulate(*_accumulate_arguments(ctx, routed, m, total))
-            ctx.programs.close(ctx.layer_params(ctx.config.moe_layers[m]), routed, total)
+            layer = ctx.config.moe_layers[m]
+            ctx.programs.close(prompt, ctx.layer_params(layer), routed, total)
 
 
 def _draft_arguments(ctx: Context, state: DecodeState) -> tuple[Any, ...]:

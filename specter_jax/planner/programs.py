@@ -14,7 +14,7 @@ import numpy as np
 
 from specter_jax.config import ModelConfig, layer_name
 from specter_jax.engine.context import distinct_experts
-from specter_jax.engine.programs import DraftStart
+from specter_jax.engine.program_types import DraftStart
 from specter_jax.planner.device import Device, HostResult
 from specter_jax.planner.traces import RoutingTrace
 
@@ -111,7 +111,7 @@ class ReplayPrograms:
         used = distinct_experts(routed.experts, self._config.num_experts)
         self._device.dispatch(self._timing.experts(int(group[used].sum())))
 
-    def close(self, params, routed, total):
+    def close(self, prompt, params, routed, total):
         """Adds up: no time but the dispatch."""
         self._device.dispatch(0.0)
 
