@@ -6,7 +6,16 @@ import pytest
 
 from specter_jax import models
 from specter_jax.engine import layered, stretches
-from tests.engine_cases import MANY, PROMPTS, QUARTER, load_tiny, plain_tokens, run, wrong_draft
+from tests.engine_cases import (
+    ALL,
+    MANY,
+    PROMPTS,
+    QUARTER,
+    load_tiny,
+    plain_tokens,
+    run,
+    wrong_draft,
+)
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +104,7 @@ def test_bits_are_those_of_the_whole_program(tiny_directory):
     names = [models.layer_name(layer) for layer in layers]
     out, _ = model.programs.stretch(
         tuple(config.representatives[layer] for layer in layers),
+        False,
         tuple(shared[name] for name in names),
         tuple(draft[name] for name in names),
         tuple(jax.tree.map(jax.numpy.copy, kv[layer]) for layer in layers),
@@ -117,3 +127,17 @@ def test_bits_are_those_of_the_whole_program(tiny_directory):
         x = model.programs.experts(shared[name], routed, slots, table[i], draft[name])
         assert np.array_equal(out.experts[i], experts)
     assert np.array_equal(out.hidden, x)
+
+
+def test_a_prompt_runs_in_stretches_too(tiny_directory, plain, monkeypatch):
+    model = load_tiny(tiny_directory, ALL)
+    prompt = " ".join(PROMPTS) * 3
+    expected = run(model, [prompt], depth=0).tokens
+    monkeypatch.setattr(stretches, "PROMPT_PLATFORMS", ("cpu",))
+    seen = watched(monkeypatch)
+    assert run(model, [prompt], depth=0).tokens == expected
+    assert [(m, done) for m, _, done in seen] == [(0, 4)]
+    # A quarter of the slots holds no four layers whole: they go one by one, as before.
+    few = load_tiny(tiny_directory, QUARTER)
+    seen.clear()
+    assert run(few, [prompt], depth=0).tokens == expected

@@ -69,13 +69,13 @@ def run_layers(
         length = 1 if run.foreseen is None else stretch_length(ctx, m, run.foreseen)
         if length > 1:
             ahead = _LookAhead(ctx, run, m + length - 1, None)
-            stretch = run_stretch(
-                ctx, kv, hidden, m, length, run.foreseen, run.lengths, run.mask, ahead.top_up
-            )
+            passes = (run.foreseen, run.lengths, run.mask, prompt)
+            stretch = run_stretch(ctx, kv, hidden, m, length, *passes, ahead.top_up)
             hidden, done = stretch.hidden, len(stretch.chosen)
             late |= stretch.late
             chosen |= stretch.chosen
-            book_uses(ctx, stretch.chosen, run.resident_before, late)
+            if not prompt:
+                book_uses(ctx, stretch.chosen, run.resident_before, late)
             if done:
                 _discard_passed(ctx, m + done - 1)
             layer += done

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from specter_jax import models
+from specter_jax.engine import stretches
 from specter_jax.engine.batch import Batch
 from specter_jax.engine.context import Context, distinct_experts
 from specter_jax.engine.layered import Pass, run_layers
 from specter_jax.engine.state import DecodeState
 from specter_jax.engine.store import device_sharding
+from specter_jax.engine.stretches import Foreseen
 
 SEED_TOKENS = 64
 """Prompt tokens whose routing seeds the eviction statistics."""
@@ -60,12 +62,14 @@ def _prefill_chunk(ctx, kv, tokens, counts, done, lengths, draws):
     mask = np.arange(tokens.shape[1]) < counts[:, None]
     # Groups as large as half of what can be on its way: each costs the host a dispatch.
     group = max(ctx.runtime.prefill_group, ctx.pool.max_in_flight // 2)
+    num_tokens = int(mask.sum())
     # Half the slots compute while the other half is filled.
     run = Pass(
         lengths=np.where(counts > 0, done, lengths).astype(np.int32),
         mask=mask,
         group_size=max(1, min(group, ctx.pool.num_slots // 2)),
-        predicted=_expected(ctx, int(mask.sum())),
+        predicted=_expected(ctx, num_tokens),
+        foreseen=foreseen_of_prompt(ctx, num_tokens),
     )
     ctx.eviction.begin_iteration()
     hidden = ctx.programs.embed(ctx.shared, tokens)
@@ -73,6 +77,14 @@ def _prefill_chunk(ctx, kv, tokens, counts, done, lengths, draws):
     _seed_statistics(ctx, chosen, counts)
     last = np.maximum(counts - 1, 0).astype(np.int32)
     return kv, np.asarray(ctx.programs.first_token(ctx.shared, hidden, last, lengths, draws))
+
+
+def foreseen_of_prompt(ctx: Context, num_tokens: int) -> Foreseen | None:
+    """What lets a prompt's layers run together: that it needs every expert, and where that pays."""
+    needed = _expected(ctx, num_tokens)
+    if needed is None or ctx.device.platform not in stretches.PROMPT_PLATFORMS:
+        return None
+    return Foreseen(needed, may_bring=True)
 
 
 def _expected(ctx: Context, num_tokens: int) -> np.ndarray | None:

@@ -72,7 +72,7 @@ class Verified:
 class Stretch:
     """What n consecutive MoE layers give; valid before the first that missed an expert.
 
-    hidden: [B, T, H]; entering: [n, B, T, H], the state before each layer;
+    hidden: [B, T, H]; entering: [n, B, T, H], the state before each layer, None of a prompt;
     experts: int32 [n, B, T, k], host, valid up to that layer; misses: int32 [n], host.
     """
 

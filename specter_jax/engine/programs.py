@@ -71,7 +71,7 @@ class Programs:
     accumulate(routed, slots, slot_row, group, total, draft) -> total
     close(prompt, params, routed, total) -> hidden
     experts(params, routed, slots, slot_row, draft) -> hidden
-    stretch(layers, params, drafts, kv_layers, hidden, slots, slot_table, lengths, mask)
+    stretch(layers, prompt, params, drafts, kv_layers, hidden, slots, slot_table, lengths, mask)
         -> (Stretch, kv_layers), consecutive MoE layers, one entry each in the tuples
     accept(shared, hidden, tokens, lengths, num_drafted, active, probs, draws)
         -> ((tokens, num_accepted), DraftStart)
@@ -199,10 +199,9 @@ def _route(config, layer, prompt, params, kv_layer, hidden, lengths, mask, next_
     return routed, (routed.experts, routed.next_experts), kv_layer
 
 
-def _stretch(config, layers, params, drafts, kv, hidden, slots, slot_table, lengths, mask):
-    hidden, out, kv = models.target_layers(
-        config, layers, params, drafts, kv, hidden, slots, slot_table, lengths, mask
-    )
+def _stretch(config, layers, prompt, params, drafts, kv, hidden, slots, slot_table, lengths, mask):
+    args = (config, layers, params, drafts, kv, hidden, slots, slot_table, lengths, mask)
+    hidden, out, kv = models.target_layers(*args, prompt=prompt)
     return Stretch(hidden=hidden, entering=out.hidden, experts=out.experts, misses=out.misses), kv
 
 
@@ -283,7 +282,7 @@ def build_programs(config: ModelConfig, compute_dtype: str, device: jax.Device) 
         accumulate=jitted(models.accumulate_experts, donate=(4,)),
         close=by_purpose(_close, 0, static=(0,)),
         experts=jitted(models.finish_layer),
-        stretch=jitted(_stretch, donate=(3,), static=(0,), out=(stretch_out, dev)),
+        stretch=by_purpose(_stretch, 1, donate=(4,), static=(0, 1), out=(stretch_out, dev)),
         accept=jitted(_accept, out=(host, dev)),
         first_token=jitted(_first_token, out=host),
         hidden_at=jax.jit(lambda hidden, m: hidden[m]),

@@ -19,9 +19,12 @@ from specter_jax.engine.context import Context, distinct_experts, needed_experts
 from specter_jax.engine.slots import Key
 from specter_jax.offload import PolicySpec
 
-STRETCHES = (4, 2)
+STRETCHES = (8, 4, 2)
 """Lengths that programs are compiled for, in MoE layers, the longest first. A stretch repeats what
 follows a missing expert, and one expert in some three layers is missing when slots are few."""
+
+PROMPT_PLATFORMS = ("gpu",)
+"""Where prompts run in stretches too: not where dispatching costs little beside compiling."""
 
 
 @dataclasses.dataclass
@@ -71,13 +74,15 @@ def stretch_length(ctx: Context, m: int, foreseen: Foreseen) -> int:
         missing = int(np.count_nonzero(needed & ~pool.cache.resident[m : m + length]))
         # All of it may be on its way together, and the next layers' experts find room too.
         fits = missing <= pool.max_in_flight and 2 * needed.sum() <= pool.num_slots
-        if fits and (foreseen.may_bring or not missing):
+        if not missing or (fits and foreseen.may_bring):
             return length
     return 1
 
 
-def run_stretch(ctx, kv, hidden, m, length, foreseen, lengths, mask, top_up) -> Outcome:
+def run_stretch(ctx, kv, hidden, m, length, foreseen, lengths, mask, prompt, top_up) -> Outcome:
     """Runs MoE layers m .. m + length - 1 as far as no expert is missing, at least one if it can.
+
+    In a prompt everything is foreseen, so that none can be missing.
 
     kv: list of all layers' KV, changed in place. top_up: issues guesses for later layers.
     foreseen is corrected by what routing said of layers that have to run again.
@@ -86,13 +91,13 @@ def run_stretch(ctx, kv, hidden, m, length, foreseen, lengths, mask, top_up) -> 
     late = _bring(ctx, m, length, foreseen.needed, top_up)
     with ctx.trace.span("verification", "stretch", layer=layers[0], layers=length):
         out, new_kv = ctx.programs.stretch(
-            *stretch_arguments(ctx, kv, hidden, m, length, lengths, mask)
+            *stretch_arguments(ctx, kv, hidden, m, length, lengths, mask, prompt)
         )
     kv[layers[0] : layers[0] + length] = new_kv
     pool.cache.unpin_all()
     # Slot writes have freed staging buffers by now.
     top_up()
-    timed = ctx.recorder.timed("wait_ms") if late else contextlib.nullcontext()
+    timed = ctx.recorder.timed("wait_ms") if late and not prompt else contextlib.nullcontext()
     with timed, ctx.trace.span("waits", "stretch", layer=layers[0]):
         misses, experts = np.asarray(out.misses), np.asarray(out.experts)
     done = int(np.argmax(misses > 0)) if misses.any() else length
@@ -107,11 +112,12 @@ def run_stretch(ctx, kv, hidden, m, length, foreseen, lengths, mask, top_up) -> 
     return Outcome(hidden, {m + i: experts[i] for i in range(done)}, late)
 
 
-def stretch_arguments(ctx, kv, hidden, m, length, lengths, mask) -> tuple[Any, ...]:
+def stretch_arguments(ctx, kv, hidden, m, length, lengths, mask, prompt) -> tuple[Any, ...]:
     """What `programs.stretch` takes; kv: all layers'."""
     layers = ctx.config.moe_layers[m : m + length]
     return (
         stretch_kinds(ctx, m, length),
+        prompt,
         tuple(ctx.layer_params(layer) for layer in layers),
         tuple(ctx.decoding_draft(m + i) for i in range(length)),
         tuple(kv[layer] for layer in layers),

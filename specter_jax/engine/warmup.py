@@ -19,7 +19,7 @@ from specter_jax.engine.batch import Batch
 from specter_jax.engine.context import Context
 from specter_jax.engine.drafting import Drafted
 from specter_jax.engine.layered import next_router
-from specter_jax.engine.prefill import empty_kv, prefill
+from specter_jax.engine.prefill import empty_kv, foreseen_of_prompt, prefill
 from specter_jax.engine.slots import COMMIT_SIZES
 from specter_jax.engine.state import DecodeState
 from specter_jax.engine.store import device_sharding
@@ -54,9 +54,10 @@ def warm_up(
     _warm_commits(ctx)
     _compile_side_by_side(ctx, batch, depths)
     state, _ = prefill(ctx, batch)
-    if not ctx.pool.cache.resident.all():
-        for width in sorted(set(batch.widths(ctx.runtime))):
+    for width in sorted(set(batch.widths(ctx.runtime))):
+        if not ctx.pool.cache.resident.all():
             _run_experts(ctx, state, width, prompt=True)
+        _run_stretches(ctx, state, width, prompt=True)
     if any(depths):
         _draft(ctx, state)
     for done, depth in enumerate(depths, start=1):
@@ -108,8 +109,7 @@ def _compile_side_by_side(ctx: Context, batch: Batch, depths: Sequence[int]) -> 
             for m in _structures(ctx):
                 experts += _expert_jobs(ctx, state, width, m, prompt)
         for width, prompt in widths:
-            if not prompt:
-                experts += _stretch_jobs(ctx, state, width)
+            experts += _stretch_jobs(ctx, state, width, prompt)
         compiling += [pool.submit(_compile, job) for job in experts]
         for future in compiling:
             future.result()
@@ -168,9 +168,12 @@ def _expert_jobs(
     return jobs
 
 
-def _stretches(ctx: Context) -> list[tuple[int, int]]:
+def _stretches(ctx: Context, num_tokens: int, prompt: bool) -> list[tuple[int, int]]:
     """(first MoE layer, length) of one stretch for each program that stretches may need."""
-    if ctx.pool.cache.resident.all() or not runs_stretches(ctx.policy):
+    if prompt:
+        if foreseen_of_prompt(ctx, num_tokens) is None:
+            return []
+    elif ctx.pool.cache.resident.all() or not runs_stretches(ctx.policy):
         return []
     found: dict[tuple[int, ...], tuple[int, int]] = {}
     for length in STRETCHES:
@@ -181,30 +184,32 @@ def _stretches(ctx: Context) -> list[tuple[int, int]]:
     return list(found.values())
 
 
-def _stretch_jobs(ctx: Context, state: DecodeState, num_tokens: int) -> list[Job]:
+def _stretch_jobs(ctx: Context, state: DecodeState, num_tokens: int, prompt: bool) -> list[Job]:
     """The programs of several layers at once."""
     return [
-        (ctx.programs.stretch, _stretch_arguments(ctx, state, num_tokens, m, length))
-        for m, length in _stretches(ctx)
+        (ctx.programs.stretch, _stretch_arguments(ctx, state, num_tokens, m, length, prompt))
+        for m, length in _stretches(ctx, num_tokens, prompt)
     ]
 
 
 def _stretch_arguments(
-    ctx: Context, state: DecodeState, num_tokens: int, m: int, length: int
+    ctx: Context, state: DecodeState, num_tokens: int, m: int, length: int, prompt: bool
 ) -> tuple[Any, ...]:
     shape = (state.batch, num_tokens)
     hidden = ctx.programs.embed(ctx.shared, np.zeros(shape, np.int32))
     lengths, mask = np.zeros(state.batch, np.int32), np.ones(shape, bool)
-    return stretch_arguments(ctx, state.kv, hidden, m, length, lengths, mask)
+    return stretch_arguments(ctx, state.kv, hidden, m, length, lengths, mask, prompt)
 
 
-def _run_stretches(ctx: Context, state: DecodeState, num_tokens: int) -> None:
+def _run_stretches(ctx: Context, state: DecodeState, num_tokens: int, prompt: bool) -> None:
     """Every stretch program once, and picking a layer's state out of its outcome."""
-    for m, length in _stretches(ctx):
-        out, new_kv = ctx.programs.stretch(*_stretch_arguments(ctx, state, num_tokens, m, length))
+    for m, length in _stretches(ctx, num_tokens, prompt):
+        arguments = _stretch_arguments(ctx, state, num_tokens, m, length, prompt)
+        out, new_kv = ctx.programs.stretch(*arguments)
         first = ctx.config.moe_layers[m]
         state.kv = (*state.kv[:first], *new_kv, *state.kv[first + length :])
-        ctx.programs.hidden_at(out.entering, np.int32(0))
+        if not prompt:
+            ctx.programs.hidden_at(out.entering, np.int32(0))
 
 
 def _in_groups(ctx: Context, prompt: bool) -> bool:
@@ -273,6 +278,6 @@ def _run_verification(ctx: Context, state: DecodeState, depth: int) -> None:
     out = one_program(ctx, state, drafted, tokens)
     resume(ctx, state, drafted, tokens, out, 0, resident, np.asarray(out.experts))
     by_layers(ctx, state, drafted, tokens, resident)
-    _run_stretches(ctx, state, tokens.shape[1])
+    _run_stretches(ctx, state, tokens.shape[1], prompt=False)
     if _in_groups(ctx, prompt=False):
         _run_experts(ctx, state, tokens.shape[1], prompt=False)

@@ -185,13 +185,16 @@ def target_layers(
     slot_table: jax.Array,
     lengths: jax.Array,
     token_mask: jax.Array,
+    *,
+    prompt: bool = False,
 ) -> tuple[jax.Array, VerifyOutputs, tuple[Any, ...]]:
     """n consecutive MoE layers of the target, with the bits that `verify` gives.
 
     kinds: static, `config.representatives` of the layers. weights, drafts, kv: one entry a layer;
     a draft is None where slots hold plain experts. hidden: [batch, tokens, hidden]. slot_table:
-    int32 [n, num_experts]. The rest as in `verify`. Returns the state after them, outputs without
-    logits (n in the place of moe_layers), and the layers' KV.
+    int32 [n, num_experts]. The rest as in `verify`, or as in `prefill` with `prompt`. Returns the
+    state after them, outputs without logits (n in the place of moe_layers; no `hidden` of a
+    prompt), and the layers' KV.
     """
     layers, entering, experts, misses = [], [], [], []
     rows = slot_rows(slot_table)
@@ -208,7 +211,7 @@ def target_layers(
             hidden,
             lengths,
             token_mask,
-            prompt=False,
+            prompt=prompt,
         )
         layers.append(kv_layer)
         experts.append(chosen)
@@ -216,7 +219,7 @@ def target_layers(
     outputs = VerifyOutputs(
         logits=None,
         experts=jnp.stack(experts),
-        hidden=jnp.stack(entering),
+        hidden=None if prompt else jnp.stack(entering),
         misses=jnp.stack(misses),
     )
     return hidden, outputs, tuple(layers)

@@ -120,7 +120,7 @@ class ReplayPrograms:
         used = distinct_experts(routed.experts, self._config.num_experts)
         self._device.dispatch(self._timing.experts(len(used)))
 
-    def stretch(self, kinds, params, drafts, kv, hidden, slots, slot_table, lengths, mask):
+    def stretch(self, kinds, prompt, params, drafts, kv, hidden, slots, slot_table, lengths, mask):
         """Several MoE layers at once; `params` are their numbers."""
         first = self._config.moe_index(params[0])
         experts = self._choices(lengths, mask[0])[first : first + len(params)]
