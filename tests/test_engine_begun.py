@@ -73,3 +73,34 @@ def test_a_draft_is_begun_again_after_a_miss_and_never_past_the_end(tiny_directo
     assert (
         run(model, PROMPTS[:1], max_new_tokens=2).tokens[0] == plain_tokens(tiny_directory)[0][:2]
     )
+
+
+def test_with_every_expert_resident_verification_follows_the_draft_at_once(
+    tiny_directory, monkeypatch
+):
+    model = load_tiny(tiny_directory, ALL)
+    run(model, PROMPTS[:1], max_new_tokens=24)
+    begun = []
+    begin = decode.begin_verification
+
+    def begin_verification(ctx, state, depth):
+        begin(ctx, state, depth)
+        begun.append(state.begun.verified is not None)
+
+    monkeypatch.setattr(decode, "begin_verification", begin_verification)
+    with wrong_draft(model):
+        early = run(model, PROMPTS, max_new_tokens=24)
+    assert begun
+    assert all(begun)
+    monkeypatch.setattr(decode, "begin_verification", lambda *args: None)
+    with wrong_draft(model):
+        late = run(model, PROMPTS, max_new_tokens=24)
+    assert early.tokens == late.tokens
+    for name in ("iterations", "drafted", "accepted", "judged", "resident_hits"):
+        assert getattr(early.stats, name) == getattr(late.stats, name), name
+    # A batch whose rows end at different moments, and a depth that changes on the way.
+    rows = run(model, PROMPTS[:3], max_new_tokens=24, batch_size=3).tokens
+    assert rows == late.tokens[:3]
+    monkeypatch.setattr(decode, "begin_verification", begin)
+    assert run(model, PROMPTS[:3], max_new_tokens=24, batch_size=3).tokens == late.tokens[:3]
+    assert run(model, PROMPTS[:2], max_new_tokens=24, depth="auto").tokens == late.tokens[:2]

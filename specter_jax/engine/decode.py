@@ -12,8 +12,9 @@ from specter_jax.engine.batch import Batch
 from specter_jax.engine.context import Context
 from specter_jax.engine.drafting import begin_draft, draft
 from specter_jax.engine.prefill import prefill
+from specter_jax.engine.program_types import DraftStart
 from specter_jax.engine.state import DecodeState
-from specter_jax.engine.verification import verify
+from specter_jax.engine.verification import begin_verification, verify
 
 OnTokens = Callable[[int, list[int]], bool]
 """`(row, new tokens) -> whether the sequence ends here`, called in order of generation."""
@@ -58,9 +59,12 @@ def iterate(
     drafted = draft(ctx, state, depth, most=int(remaining[state.active].max()) - 1)
     drafted_at = clock()
     active = state.active
-    # At least one token more than this iteration can give: the next draft will be wanted.
-    goes_on = depth > 0 and int(remaining[active].max()) > depth + 1
-    begin_next = functools.partial(begin_draft, ctx, state, depth) if goes_on else None
+    # At least one token more than this iteration can give: the next draft will be wanted; and with
+    # as many as that can give, all of it.
+    left = int(remaining[active].max()) - (depth + 1)
+    whole = left >= depth + 1
+    goes_on = depth > 0 and left > 0
+    begin_next = functools.partial(_begin_next, ctx, state, depth, whole) if goes_on else None
     (tokens, num_accepted), chosen = verify(ctx, state, drafted, resident_before, begin_next)
     num_new = np.where(active, num_accepted + 1, 0)
     # What the draft routed stands in for the target's choices; plain decoding has only these.
@@ -89,6 +93,16 @@ def iterate(
     )
     state.commit(tokens, num_new)
     _hand_out(ctx, state, remaining, tokens, num_new, on_tokens)
+
+
+def _begin_next(
+    ctx: Context, state: DecodeState, depth: int, whole: bool, start: DraftStart
+) -> None:
+    """Dispatches what will be wanted next: the draft and, where all of that is wanted and no expert
+    can be missing, its verification."""
+    begin_draft(ctx, state, depth, start)
+    if whole:
+        begin_verification(ctx, state, depth)
 
 
 def _hand_out(ctx, state, remaining, tokens, num_new, on_tokens) -> None:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from specter_jax.engine.context import Context
-from specter_jax.engine.program_types import DraftChunk, DraftStart
+from specter_jax.engine.program_types import DraftChunk, DraftStart, Verified
 from specter_jax.engine.slots import Key
 from specter_jax.engine.state import Begun, DecodeState
 from specter_jax.offload import (
@@ -27,7 +27,8 @@ class Drafted:
 
     tokens: int32 [B, K], of which num_drafted count; experts: int32 [M, B, S, k], routing of the S
     positions the draft ran; probs: float32 [MAX_STEPS, B, V] on the device, None when greedy;
-    predicted: the ELB at the end, None if nothing was drafted; num_drafted: int32 [B].
+    predicted: the ELB at the end, None if nothing was drafted; num_drafted: int32 [B];
+    verified: the verification, if it was dispatched behind the draft.
     """
 
     tokens: np.ndarray
@@ -35,6 +36,7 @@ class Drafted:
     probs: jax.Array | None
     predicted: Snapshot | None
     num_drafted: np.ndarray
+    verified: Verified | None = None
 
 
 def no_draft(batch: int) -> Drafted:
@@ -60,12 +62,14 @@ def draft(ctx: Context, state: DecodeState, depth: int, most: int = MAX_DEPTH) -
 
     most: tokens worth drafting, fewer than `depth` towards the end of the output; what is missing
         is padded, as verification at `depth` has fixed shapes. Sampling always drafts them all,
-        since verification takes as many probabilities.
+        since verification takes as many probabilities; so does what is being verified already.
     """
     begun, state.begun = state.begun, None
     if depth == 0:
         return no_draft(state.batch)
-    useful = depth if state.draws is not None else max(1, min(depth, most))
+    verified = begun.verified if begun is not None and begun.depth == depth else None
+    all_useful = state.draws is not None or verified is not None
+    useful = depth if all_useful else max(1, min(depth, most))
     all_resident = bool(ctx.pool.cache.resident.all())
     num_steps = useful + _covers_last(ctx)
     elb = ExpertLookaheadBuffer(ctx.config.num_moe_layers, ctx.config.num_experts)
@@ -117,6 +121,7 @@ def draft(ctx: Context, state: DecodeState, depth: int, most: int = MAX_DEPTH) -
         probs=probs,
         predicted=snapshot,
         num_drafted=np.where(state.active, useful, 0).astype(np.int32),
+        verified=verified,
     )
 
 

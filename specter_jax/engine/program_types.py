@@ -43,12 +43,14 @@ class DraftChunk:
     """What some draft steps give; rows past the number of steps mean nothing.
 
     tokens: int32 [MAX_STEPS, B], host; experts: int32 [MAX_STEPS, M, B, k], host;
-    last: int32 [B], device, the last step's tokens, the input of the next chunk.
+    last: int32 [B], device, the last step's tokens, the input of the next chunk;
+    drafted: int32 [MAX_STEPS, B], device, the tokens once more.
     """
 
     tokens: jax.Array
     experts: jax.Array
     last: jax.Array
+    drafted: jax.Array
 
 
 @flax.struct.dataclass

@@ -28,6 +28,7 @@ from specter_jax.engine.program_types import (
     Verified,
 )
 from specter_jax.engine.store import device_sharding, host_sharding
+from specter_jax.runtime_config import MIN_VERIFY_TOKENS
 from specter_jax.sampling import DRAFT_STREAM, filtered_probs, greedy, sample, stream_keys
 
 KV = Any
@@ -61,6 +62,9 @@ class Programs:
         start.last; probs float32 [MAX_STEPS, B, V], what each step's token was drawn from, None
         when greedy
     empty_probs(batch) -> probs for an iteration's first chunk (static batch)
+    place(array) -> the array on the device (not jitted)
+    drafted_tokens(depth, start, drafted) -> int32 [B, T], what `verify` takes of a draft's first
+        `depth` tokens (static)
     verify(params, kv, slots, slot_table, tokens [B, T], lengths, num_drafted [B], active, probs,
         draws) -> (Verified, kv)
     embed(shared, tokens) -> hidden
@@ -82,6 +86,8 @@ class Programs:
     start: Any
     draft: Any
     empty_probs: Any
+    place: Any
+    drafted_tokens: Any
     verify: Any
     embed: Any
     dense: Any
@@ -162,7 +168,13 @@ def _draft(config, params, kv, probs, start, active, first, count, draws):
 
     carry = (kv, probs, start.last, tokens, experts)
     kv, probs, last, tokens, experts = jax.lax.fori_loop(0, count * start.go, step, carry)
-    return DraftChunk(tokens=tokens, experts=experts, last=last), kv, probs
+    chunk = DraftChunk(tokens=tokens, experts=experts, last=last, drafted=tokens)
+    return chunk, kv, probs
+
+
+def _drafted_tokens(config, depth, start, drafted):
+    tokens = jnp.concatenate((start.last[:, None], drafted[:depth].T), axis=1)
+    return jnp.pad(tokens, ((0, 0), (0, max(0, MIN_VERIFY_TOKENS - tokens.shape[1]))))
 
 
 def _verify(
@@ -256,7 +268,7 @@ def build_programs(config: ModelConfig, compute_dtype: str, device: jax.Device) 
         ways = (compile_options.PROGRAM, compile_options.PROMPT)
         return _ByPurpose(*(jitted(function, gpu_options=way, **options) for way in ways), at)
 
-    chunk_out = DraftChunk(tokens=host, experts=host, last=dev)
+    chunk_out = DraftChunk(tokens=host, experts=host, last=dev, drafted=dev)
     verified_out = Verified(
         tokens=host, num_accepted=host, experts=host, misses=host, hidden=dev, start=dev
     )
@@ -274,6 +286,8 @@ def build_programs(config: ModelConfig, compute_dtype: str, device: jax.Device) 
             _draft, donate=(1, 2), out=(chunk_out, dev, dev), gpu_options=compile_options.DRAFT
         ),
         empty_probs=jitted(_empty_probs, static=(0,)),
+        place=functools.partial(jax.device_put, device=dev),
+        drafted_tokens=jitted(_drafted_tokens, static=(0,)),
         verify=jitted(_verify, donate=(1,), out=(verified_out, dev)),
         embed=jitted(embed),
         dense=by_purpose(_dense, 1, donate=(3,), static=(0, 1)),

@@ -7,20 +7,23 @@ from typing import Any
 
 import numpy as np
 
-from specter_jax.engine.program_types import DraftChunk, DraftStart, Draws
+from specter_jax.engine.program_types import DraftChunk, DraftStart, Draws, Verified
 
 
 @dataclasses.dataclass
 class Begun:
     """A draft whose first chunk has been dispatched.
 
-    start: where it begins; count: steps of that chunk; probs: as in `Programs.draft`.
+    start: where it begins; count: steps of that chunk; probs: as in `Programs.draft`; verified: the
+    verification of its first `depth` tokens, if that was dispatched too.
     """
 
     start: DraftStart
     chunk: DraftChunk
     count: int
     probs: Any
+    verified: Verified | None = None
+    depth: int = 0
 
 
 @dataclasses.dataclass

@@ -98,10 +98,36 @@ def one_program(
     begin_next: BeginNext | None = None,
 ) -> Verified:
     """The whole target in one dispatch; right up to the first layer with misses."""
-    out, state.kv = ctx.programs.verify(*verify_arguments(ctx, state, drafted, tokens))
+    out, drafted.verified = drafted.verified, None
+    if out is None:
+        out, state.kv = ctx.programs.verify(*verify_arguments(ctx, state, drafted, tokens))
     if begin_next is not None:
         begin_next(out.start)
     return out
+
+
+def begin_verification(ctx: Context, state: DecodeState, depth: int) -> None:
+    """Dispatches the verification of the draft that was just begun, where it can miss nothing.
+
+    The device then goes through draft and verification without a word from the host.
+    """
+    begun = state.begun
+    if begun is None or state.draws is not None or not ctx.pool.cache.resident.all():
+        return
+    tokens = ctx.programs.drafted_tokens(depth, begun.start, begun.chunk.drafted)
+    begun.depth = depth
+    begun.verified, state.kv = ctx.programs.verify(
+        ctx.params,
+        state.kv,
+        ctx.pool.slots,
+        ctx.pool.table(),
+        tokens,
+        begun.start.lengths,
+        np.where(state.active, depth, 0).astype(np.int32),
+        state.active,
+        begun.probs,
+        state.draws,
+    )
 
 
 def verify_arguments(
@@ -113,8 +139,9 @@ def verify_arguments(
         state.kv,
         ctx.pool.slots,
         ctx.pool.table(),
-        tokens,
-        state.lengths,
+        # On the device as behind a draft: another kind of argument would be another program.
+        ctx.programs.place(tokens),
+        ctx.programs.place(state.lengths),
         drafted.num_drafted,
         state.active,
         drafted.probs,

@@ -20,6 +20,7 @@ from specter_jax.engine.context import Context
 from specter_jax.engine.drafting import Drafted
 from specter_jax.engine.layered import next_router
 from specter_jax.engine.prefill import empty_kv, foreseen_of_prompt, prefill
+from specter_jax.engine.program_types import MAX_STEPS
 from specter_jax.engine.slots import COMMIT_SIZES
 from specter_jax.engine.state import DecodeState
 from specter_jax.engine.store import device_sharding
@@ -275,6 +276,10 @@ def _run_verification(ctx: Context, state: DecodeState, depth: int) -> None:
     drafted = _nothing_drafted(ctx, state, depth)
     tokens = verify_tokens(state, drafted)
     resident = ctx.pool.cache.resident
+    if ctx.pool.cache.resident.all():
+        nothing = ctx.programs.place(np.zeros((MAX_STEPS, state.batch), np.int32))
+        start = ctx.programs.start(state.last, state.lengths)
+        ctx.programs.drafted_tokens(depth, start, nothing)
     out = one_program(ctx, state, drafted, tokens)
     resume(ctx, state, drafted, tokens, out, 0, resident, np.asarray(out.experts))
     by_layers(ctx, state, drafted, tokens, resident)

@@ -17,6 +17,7 @@ from specter_jax.engine.context import distinct_experts
 from specter_jax.engine.program_types import DraftStart
 from specter_jax.planner.device import Device, HostResult
 from specter_jax.planner.traces import RoutingTrace
+from specter_jax.runtime_config import MIN_VERIFY_TOKENS
 
 
 def layer_numbers(config: ModelConfig) -> dict[str, Any]:
@@ -63,8 +64,17 @@ class ReplayPrograms:
             tokens=HostResult(np.zeros((count, 1), np.int32), moment),
             experts=HostResult(experts, moment),
             last=moment,
+            drafted=None,
         )
         return chunk, kv, probs
+
+    def place(self, array):
+        """A few numbers to the device: no time but what a program's dispatch counts."""
+        return array
+
+    def drafted_tokens(self, depth, start, drafted):
+        """What `verify` takes; tokens stand for themselves."""
+        return np.zeros((1, max(depth + 1, MIN_VERIFY_TOKENS)), np.int32)
 
     def verify(self, params, kv, slots, slot_table, tokens, lengths, num_drafted, *rest):
         """All layers at once."""
