@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import jax
 import numpy as np
@@ -28,7 +29,10 @@ def plan(
     max_context: int | None,
     max_batch: int,
 ) -> tuple[MemoryLedger, RuntimeConfig]:
-    """What a budget buys, without loading anything; raises BudgetError, InvalidRequestError."""
+    """What a budget buys, without loading anything; raises BudgetError, InvalidRequestError.
+
+    Warns, in the name of the caller's caller, of more slots asked for than there are experts.
+    """
     config = checkpoint.config
     max_batch = as_integer("max_batch", max_batch, 1)
     if expert_slots is not None:
@@ -51,6 +55,7 @@ def plan(
         gpu_memory=budget,
         expert_slots=expert_slots,
     )
+    _warn_of_idle_slots(ledger, expert_slots)
     runtime = RuntimeConfig(
         num_slots=ledger.num_slots,
         max_in_flight=ledger.max_in_flight,
@@ -68,11 +73,25 @@ def slots_for(
     budget: int | None,
     expert_slots: int | None,
 ) -> MemoryLedger:
-    """`ledger` with the slots of another budget; raises BudgetError, InvalidRequestError."""
+    """`ledger` with the slots of another budget; raises and warns as `plan` does."""
     if expert_slots is not None:
         expert_slots = as_integer("expert_slots", expert_slots)
     ledger = dataclasses.replace(ledger, budget_bytes=budget)
-    return buy_slots(config, ledger, expert_slots)
+    ledger = buy_slots(config, ledger, expert_slots)
+    _warn_of_idle_slots(ledger, expert_slots)
+    return ledger
+
+
+def _warn_of_idle_slots(ledger: MemoryLedger, expert_slots: int | None) -> None:
+    """Says so if there are fewer slots than were asked for, because there are no more experts."""
+    if expert_slots is not None and expert_slots > ledger.num_slots:
+        warnings.warn(
+            f"expert_slots is {expert_slots}, but the model has {ledger.num_slots} experts: "
+            f"{ledger.num_slots} slots are used",
+            RuntimeWarning,
+            # This, `plan` or `slots_for`, `load` or `resize`, their caller.
+            stacklevel=4,
+        )
 
 
 def check_device(device: jax.Device, ledger: MemoryLedger) -> None:

@@ -154,7 +154,7 @@ class Model:
 
         Programs compile anew, because the number of slots is part of their shapes.
 
-        gpu_memory, expert_slots: as for `load`.
+        gpu_memory, expert_slots: as for `load`, which also warns alike.
 
         Raises:
             BudgetError: the budget is too small; the model stays as it is.
@@ -204,8 +204,9 @@ def load(
     Args:
         path: the directory; or an open checkpoint, such as `convert.InMemoryCheckpoint`.
         gpu_memory: device memory this model may use, such as "16GiB" or a number of bytes; what
-            the rest leaves becomes expert slots. expert_slots: their number outright. Neither:
-            every expert gets a slot.
+            the rest leaves becomes expert slots. expert_slots: their number outright; more than
+            there are experts draw a RuntimeWarning and are not used. Neither: every expert gets
+            a slot.
         dtype: "bfloat16", or "float32" to check results.
         max_context: longest prompt plus output, tokens; memory for its KV is set aside.
         max_batch: most prompts decoded together.

@@ -1,13 +1,42 @@
-"""Files a user asked for: complete or not at all, and nothing else is replaced."""
+"""Files a user asked for, complete or not at all, and notes beside a command's output."""
 
+import contextlib
 import os
 import stat
+import sys
 import tempfile
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Files below these stand for open files and devices, even where they look like regular files:
 # /dev/stdout is one when the shell writes the output to a file.
 _SPECIAL_ROOTS = ("/dev", "/proc")
+
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+@contextlib.contextmanager
+def warnings_as_notes() -> Iterator[None]:
+    """Around a command: this package's warnings are one line each on standard error, "note: ...".
+
+    Warnings of other packages, and which are shown at all, stay as they are.
+    """
+    with warnings.catch_warnings():
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type, filename: str, *rest: Any) -> None:
+            if not os.path.abspath(filename).startswith(_PACKAGE):
+                others(message, category, filename, *rest)
+                return
+            # On a terminal a line of progress may stand there.
+            clear = "\r\033[K" if sys.stderr.isatty() else ""
+            print(f"{clear}note: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+
+        warnings.showwarning = show
+        yield
 
 
 def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:

@@ -5,11 +5,12 @@ checked on its own terms; transformers' validation of it is stricter and must no
 text can be encoded.
 """
 
+import contextlib
 import functools
 import os
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -22,6 +23,7 @@ _JSON_OBJECTS = ("tokenizer.json", TOKENIZER_CONFIG_NAME)
 # One of these is the vocabulary; the other files only configure it.
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 _REASON_LENGTH = 200
+_NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 
 class Tokenizer(Protocol):
@@ -112,9 +114,8 @@ def _load_with_transformers(directory: Path) -> Tokenizer:
 
 
 def _from_pretrained(directory: str, model_type: str | None) -> Tokenizer:
-    # It tells whoever has no PyTorch that models are missing; none are wanted here.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
+    with _without_advice():
+        from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
 
     # The model's type takes part in the choice of the tokenizer's class; nothing else of the
     # model's configuration does, so that a default one serves.
@@ -122,6 +123,21 @@ def _from_pretrained(directory: str, model_type: str | None) -> Tokenizer:
     return AutoTokenizer.from_pretrained(
         directory, config=config, local_files_only=True, trust_remote_code=False
     )
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Around the import of transformers, which tells whoever has no PyTorch that models are
+    missing: none are wanted here. The environment is as before afterwards."""
+    before = os.environ.get(_NO_ADVICE)
+    os.environ[_NO_ADVICE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_NO_ADVICE, None)
+        else:
+            os.environ[_NO_ADVICE] = before
 
 
 def _model_type(path: Path) -> str | None:

@@ -109,6 +109,13 @@ def test_a_recorded_trace_can_be_used_again(capsys, tiny_directory, tmp_path, ti
         (["--card", "h200", "--prompt", "hi"], "are what --record runs the model on"),
         (["--card", "h200", "--policy", "mo"], "next layer's experts"),
         (["--card", "h200", "--record", "x.npz"], "has no weights to record from"),
+        (["--card", "h200", "--link", "1e-300"], "link is 1e-300 GB/s; expected 0.001 to 10000"),
+        (["--card", "h200", "--link", "1e300"], "GB/s; expected 0.001 to 10000 GB/s"),
+        (["--card", "h200", "--link", "1e9"], "link is 1e+09 GB/s; expected 0.001 to 10000"),
+        (["--card", "h200", "--bandwidth", "1e-9"], "is 1e-09 TB/s; expected 0.001 to 1000 TB/s"),
+        (["--card", "h200", "--gpu-memory", "1"], "1 B is too small: this model needs at least"),
+        (["--card", "h200", "--gpu-memory", "1048576TiB"], "expected at most 16384.00 GiB"),
+        (["--card", "h200", "--max-new-tokens", "1"], "expected at least 1 of 2"),
     ],
 )
 def test_bad_requests_are_one_line(capsys, trace, tmp_path, monkeypatch, arguments, message):
@@ -124,6 +131,46 @@ def test_bad_requests_are_one_line(capsys, trace, tmp_path, monkeypatch, argumen
     assert error.startswith("error: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu-memory", "1MiB"], "too small: this model needs at least"),
+        (["--gpu-memory", "8GiB", "--policy", "mo"], "next layer's experts"),
+        (["--gpu-memory", "8GiB", "--max-new-tokens", "1"], "expected at least 1 and 2"),
+        (["--gpu-memory", "8GiB", "--max-new-tokens", "127"], "and 128 together at most"),
+    ],
+)
+def test_what_cannot_be_planned_is_not_recorded(
+    capsys, tiny_directory, tmp_path, monkeypatch, arguments, message
+):
+    monkeypatch.setattr("specter_jax.model.load", lambda *_, **__: pytest.fail("it was loaded"))
+    path = tmp_path / "recorded.npz"
+    common = [str(tiny_directory), "--card", "h200", "--prompt", "The old man", *SIZE]
+    assert main(["plan", *common, "--record", str(path), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not path.exists()
+
+
+def test_the_slowest_hardware_that_is_accepted_keeps_its_figures(capsys, trace, tight):
+    slowest = ["--bandwidth", "0.001", "--link", "0.001", "--gpu-memory", str(tight)]
+    assert main(["plan", str(TINY_SOURCE), "--trace", trace, *slowest, *SIZE]) == 0
+    out = capsys.readouterr().out
+    assert "\N{HORIZONTAL ELLIPSIS}" not in out
+    assert all(f"K={depth} " in out for depth in (0, 1, 2, 4, 8, 16))
+
+
+def test_a_file_that_is_no_trace_is_named_with_what_is_expected(capsys, tmp_path):
+    path = tmp_path / "notes.npz"
+    path.write_text("some text\n")
+    for file, what in ((path, "is no .npz file"), (tmp_path, "is a directory")):
+        assert main(["plan", str(TINY_SOURCE), "--card", "h200", "--trace", str(file), *SIZE]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {file}: {what}; expected a routing trace of greedy text")
+        assert error.count("\n") == 1
 
 
 def test_a_model_without_a_fitting_trace_is_told_what_to_do(capsys):

@@ -1,7 +1,11 @@
 """The planner's parts: cards, calibration, timing model, traces, comparison with measurements."""
 
+import contextlib
 import dataclasses
 import json
+import os
+import pickle
+import zipfile
 
 import numpy as np
 import pytest
@@ -12,11 +16,21 @@ from specter_jax.errors import BudgetError, CheckpointError, InvalidRequestError
 from specter_jax.planner.calibration import DEFAULT_CALIBRATION, fitted_cells, load_calibration
 from specter_jax.planner.cards import CARDS, get_card
 from specter_jax.planner.model import expert_bytes, planned_model
-from specter_jax.planner.predict import compare, feasible
+from specter_jax.planner.predict import check_request, compare, feasible, predict
 from specter_jax.planner.timing import Hardware
 from specter_jax.planner.traces import BUNDLED, bundled_trace, load_trace, save_trace
 from tests.conftest import TINY_SOURCE
-from tests.planner_cases import CONFIG, EXPERTS, FREE, LAYERS, MODEL, random_trace, timing, trace_of
+from tests.planner_cases import (
+    CONFIG,
+    EXPERTS,
+    FREE,
+    HARDWARE,
+    LAYERS,
+    MODEL,
+    random_trace,
+    timing,
+    trace_of,
+)
 
 rates = st.floats(1e9, 1e13)
 
@@ -34,7 +48,15 @@ def test_cards_have_sources_and_plausible_figures():
     with pytest.raises(InvalidRequestError, match="'gtx-980': choose one of rtx-3090"):
         get_card("gtx-980")
     with pytest.raises(InvalidRequestError, match="link is -1"):
-        Hardware(bandwidth=1.0, link=-1)
+        Hardware(bandwidth=1e12, link=-1e9)
+
+
+@pytest.mark.parametrize("figure", [0.0, -1e12, 1e-300, 1e300, float("inf"), float("nan"), 1e5])
+def test_figures_of_no_machine_are_refused_with_the_range(figure):
+    for name, expected in (("bandwidth", "0.001 to 1000 TB/s"), ("link", "0.001 to 10000 GB/s")):
+        with pytest.raises(InvalidRequestError, match=f"{name} is .*; expected {expected}") as told:
+            Hardware(**{"bandwidth": 1e12, "link": 1e10, name: figure})
+        assert "\n" not in str(told.value)
 
 
 def test_every_calibrated_field_says_its_unit_and_source():
@@ -147,14 +169,55 @@ def test_a_trace_survives_saving_and_selection_spreads_over_it(tmp_path):
     assert np.array_equal(some.target_experts, trace.target_experts[:, [0, 2, 4], :7])
     assert np.array_equal(some.agree, trace.agree[[0, 2, 4], :4])
     assert loaded.select(99, 99).num_prompts == 5
-    with pytest.raises(InvalidRequestError, match="trace of sampled text"):
+    with pytest.raises(InvalidRequestError, match=r"lacks sampled_.* trace of sampled text"):
         load_trace(path, "sampled")
+    for prompts, outputs in ((0, 4), (3, 1)):
+        with pytest.raises(InvalidRequestError, match="expected at least 1 of 2"):
+            trace.select(prompts, outputs)
+
+
+def damaged(content: bytes, place: float) -> bytes:
+    """One byte turned over."""
+    at = int(len(content) * place)
+    return content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :]
 
 
 def test_files_that_are_no_traces_are_refused(tmp_path):
     path = tmp_path / "trace.npz"
-    path.write_bytes(b"no zip file")
-    with pytest.raises(InvalidRequestError, match="not a routing trace"):
+    save_trace(random_trace(1), path)
+    whole = path.read_bytes()
+    for content, what in (
+        (b"", "is empty"),
+        (b"some text\n", "is no .npz file"),
+        (pickle.dumps({}), "is no .npz file"),
+        (b"\x93NUMPY\x01\x00", "is no .npz file"),
+        (b"PK", "is cut short or damaged"),
+        *((whole[: int(len(whole) * part)], "is cut short") for part in (0.1, 0.5, 0.99)),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(InvalidRequestError, match=what) as told:
+            load_trace(path)
+        message = str(told.value)
+        assert message.startswith(f"{path}: ")
+        assert "expected a routing trace of greedy text, an .npz file such as" in message
+        assert "\n" not in message
+        assert "pickle" not in message
+    for place in range(20):
+        path.write_bytes(damaged(whole, place / 20))
+        # Nothing else is raised; some bytes, such as those of a date, do not matter.
+        with contextlib.suppress(InvalidRequestError):
+            load_trace(path)
+    with pytest.raises(InvalidRequestError, match="is a directory; expected a routing trace"):
+        load_trace(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InvalidRequestError, match="is no regular file; expected a routing trace"):
+        load_trace(tmp_path / "pipe")
+    np.savez(path, prompt_tokens=3)
+    with pytest.raises(InvalidRequestError, match="lacks greedy_draft_argmax, greedy_draft_exp"):
+        load_trace(path)
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("greedy_target_experts.npy", "no array")
+    with pytest.raises(InvalidRequestError, match=r"lacks .*greedy_target_experts"):
         load_trace(path)
     trace = random_trace(1)
     for wrong in (
@@ -162,10 +225,45 @@ def test_files_that_are_no_traces_are_refused(tmp_path):
         dataclasses.replace(trace, prompt_tokens=2),
         dataclasses.replace(trace, target_experts=trace.target_experts.astype(float)),
         dataclasses.replace(trace, draft_argmax=trace.draft_argmax[:, :5]),
+        dataclasses.replace(trace, target_argmax=np.int64(3), draft_argmax=np.int64(3)),
     ):
         save_trace(wrong, path)
         with pytest.raises(InvalidRequestError, match="contradict"):
             load_trace(path)
+    save_trace(dataclasses.replace(trace, prompt_tokens=1), path)
+    with np.load(path) as file:
+        np.savez(path, **{**file, "prompt_tokens": np.array([1, 2])})
+    with pytest.raises(InvalidRequestError, match="prompt_tokens is no whole number"):
+        load_trace(path)
+
+
+def test_what_needs_no_trace_is_checked_before_one_is_there():
+    model = planned_model(TINY_SOURCE, load_calibration())
+    sizes = check_request(model, budgets=[2**34], policy="lru", max_context=128)
+    assert sizes[2**34][0] == LAYERS * EXPERTS
+    for options, message in (
+        ({"budgets": []}, "at least one budget"),
+        ({"budgets": [2**34, 2**60]}, "at most 16384.00 GiB"),
+        ({"budgets": [1, 2**34]}, "a budget of 1 B is too small: this model needs at least"),
+        ({"max_context": 1}, "max_context is 1"),
+        ({"policy": "mo"}, "next layer's experts"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            check_request(model, **({"budgets": [2**34], "policy": "lru"} | options))
+
+
+def test_a_calibration_of_absurd_figures_is_named_as_the_reason():
+    calibration = dataclasses.replace(load_calibration(), memory_efficiency=1e-300)
+    with pytest.raises(InvalidRequestError, match=r"ms; expected 0 to 1e\+09: the calibration"):
+        predict(
+            planned_model(TINY_SOURCE, calibration),
+            random_trace(1, outputs=4),
+            HARDWARE,
+            calibration,
+            budgets=[2**34],
+            depths=[0],
+            max_context=128,
+        )
 
 
 def test_a_trace_of_fewer_layers_is_stretched_in_place():

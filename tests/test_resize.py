@@ -1,5 +1,7 @@
 """`Model.resize`: another budget without loading again, and the same output."""
 
+import warnings
+
 import pytest
 from engine_cases import CONTEXT, PROMPTS, load_tiny, plain_tokens, run
 
@@ -30,6 +32,22 @@ def test_a_budget_that_is_too_small_leaves_the_model_as_it_is(tiny_directory):
         model.resize(gpu_memory="8GiB", expert_slots=30)
     assert model.pool.num_slots == before
     assert run(model, PROMPTS[:1]).tokens == plain_tokens(tiny_directory)[:1]
+
+
+def test_more_slots_than_experts_are_said_not_to_be_used(tiny_directory):
+    said = "expert_slots is 500, but the model has 160 experts: 160 slots are used"
+    with pytest.warns(RuntimeWarning, match=said) as told:
+        model = sj.load(tiny_directory, expert_slots=500, dtype="float32", max_context=CONTEXT)
+    assert [warning.filename for warning in told] == [__file__]
+    model.resize(expert_slots=40)
+    with pytest.warns(RuntimeWarning, match=said) as told:
+        model.resize(expert_slots=500)
+    assert [warning.filename for warning in told] == [__file__]
+    assert model.pool.num_slots == 160
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.resize(expert_slots=160)
+        model.resize(gpu_memory="8GiB")
 
 
 def test_a_generating_model_is_not_resized(tiny_directory):

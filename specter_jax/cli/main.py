@@ -10,6 +10,7 @@ from specter_jax.entry import EXIT_INTERRUPTED, importing, interrupts
 with importing():
     from specter_jax.cli.arguments import EXIT_ERROR, build_parser
     from specter_jax.errors import SpecterError
+    from specter_jax.output import warnings_as_notes
 
 EXIT_OK = 0
 # What a shell reports for a process ended by SIGPIPE.
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = build_parser().parse_args(arguments)
         with importing():
             command = importlib.import_module(f"specter_jax.cli.{options.command}")
-        with interrupts():
+        with interrupts(), warnings_as_notes():
             command.run(options)
             sys.stdout.flush()
     except KeyboardInterrupt:

@@ -19,12 +19,12 @@ def depth_option(text: str) -> int | str:
 
 
 def rate(text: str) -> float:
-    """A number above 0."""
+    """A number above 0, finite or not: what uses it knows its range."""
     try:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not 0 < number < MAX_NUMBER:
+    if not number > 0:
         raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is not a number above 0")
     return number
 

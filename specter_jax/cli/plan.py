@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from specter_jax.planner.timing import Hardware
     from specter_jax.planner.traces import RoutingTrace
 
+_WIDEST = 1000
 MAX_BUDGETS = 6
 """Rows without --gpu-memory: the largest of the usual sizes that fit the card."""
 
@@ -41,10 +42,13 @@ def run(options: argparse.Namespace) -> None:
     prepare_environment()
     from specter_jax.controller import DEPTH_BUCKETS
     from specter_jax.planner.model import planned_model
-    from specter_jax.planner.predict import predict
+    from specter_jax.planner.predict import check_request, predict
 
     hardware = _hardware(options)
     model = planned_model(options.model, calibration, options.expert_format)
+    # Recording takes minutes: all that can be refused is, before it.
+    budgets = _budgets(options, model)
+    check_request(model, budgets=budgets, policy=options.policy, max_context=options.max_context)
     with Progress() as progress:
         trace = _trace(options, model, progress)
         prediction = predict(
@@ -52,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
             trace.select(options.num_prompts, options.max_new_tokens),
             hardware,
             calibration,
-            budgets=_budgets(options, model),
+            budgets=budgets,
             depths=options.depth or DEPTH_BUCKETS,
             policy=options.policy,
             max_context=options.max_context,
@@ -110,9 +114,15 @@ def _trace(
         raise InvalidRequestError(f"{model.path} has no weights to record from: convert it first")
     from specter_jax.cli.profile import DEFAULT_PROMPTS
     from specter_jax.model import load
-    from specter_jax.planner.record import record_trace
+    from specter_jax.planner.record import prompts_to_record, record_trace
 
     prompts = (prompts_of(options) or list(DEFAULT_PROMPTS))[: options.num_prompts]
+    prompts_to_record(
+        model.path,
+        prompts,
+        max_new_tokens=options.max_new_tokens,
+        max_context=model.context(options.max_context),
+    )
     trace = record_trace(
         load(model.path, max_context=options.max_context, progress=progress),
         prompts,
@@ -158,7 +168,11 @@ def _print_table(prediction: "Prediction", options: argparse.Namespace) -> None:
             "-" if stats.hit_rate is None else f"{stats.hit_rate:.1%}",
             f"{stats.bytes_host_to_device / stats.new_tokens / 2**20:,.0f}",
         )
-    Console().print(table)
+    console = Console()
+    # Lines that are too long wrap; a figure that is cut off would be lost.
+    needed = console.measure(table, options=console.options.update_width(_WIDEST)).maximum
+    console.width = max(console.width, needed)
+    console.print(table)
 
 
 def _time(cell: "Cell", best: "Cell") -> str:

@@ -53,15 +53,19 @@ class PlannedModel:
         """Transfers that may be on their way at once."""
         return staging_slots(self.expert_bytes)
 
+    def context(self, max_context: int | None) -> int:
+        """Tokens that memory is set aside for, as `load` has it; raises InvalidRequestError."""
+        most = self.config.max_context
+        if max_context is None:
+            return min(most, DEFAULT_MAX_CONTEXT)
+        return as_integer("max_context", max_context, 2, most)
+
     def sizes(self, budget: int, max_context: int | None) -> tuple[int, int]:
         """Expert slots that a budget in bytes buys, and transfers in flight.
 
         Raises:
             BudgetError: the budget is too small. InvalidRequestError: `max_context` is.
         """
-        most = self.config.max_context
-        if max_context is None:
-            max_context = min(most, DEFAULT_MAX_CONTEXT)
         ledger = plan_memory(
             config=self.config,
             shared_bytes=self.parts.shared_bytes,
@@ -69,7 +73,7 @@ class PlannedModel:
             expert_bytes=self.parts.expert_bytes,
             itemsize=ITEM_BYTES,
             max_batch=1,
-            max_context=as_integer("max_context", max_context, 2, most),
+            max_context=self.context(max_context),
             prefill_tokens=RuntimeConfig.prefill_tokens,
             gpu_memory=budget,
         )

@@ -13,8 +13,15 @@ from specter_jax.planner.calibration import Calibration
 from specter_jax.planner.model import PlannedModel
 from specter_jax.planner.replay import replay
 from specter_jax.planner.timing import Hardware, Timing
-from specter_jax.planner.traces import RoutingTrace
+from specter_jax.planner.traces import RoutingTrace, check_policy
+from specter_jax.sizes import format_size
 from specter_jax.stats import Stats
+
+MAX_BUDGET = 16 * 2**40
+"""Bytes; more than any accelerator has, and what a table shows in full."""
+
+_MAX_TPOT_MS = 1e9
+"""Twelve days; beyond, the calibration is at fault, for the hardware's figures are checked."""
 
 CELL_KEYS = ("model", "gpu_memory_bytes", "policy", "depth")
 """What tells cells apart when predictions are compared with measurements."""
@@ -123,13 +130,13 @@ def predict(
     """
     if not get_policy(policy).speculative:
         depths = (0,)
-    if not budgets or not depths:
-        raise InvalidRequestError("give at least one budget and one depth")
+    if not depths:
+        raise InvalidRequestError("give at least one depth")
+    sizes = check_request(model, budgets=budgets, policy=policy, max_context=max_context)
     fitted = trace.fitted(model.config)
     timing = Timing(model=model.read_bytes(), hardware=hardware, calibration=calibration)
     todo = [(budget, depth) for budget in budgets for depth in depths]
     cells = []
-    sizes = {budget: model.sizes(budget, max_context) for budget in budgets}
     for done, (budget, depth) in enumerate(todo):
         if progress is not None:
             progress("replaying", done, len(todo))
@@ -143,6 +150,11 @@ def predict(
             depth=depth,
             policy=policy,
         )
+        if not 0 < stats.tpot_ms < _MAX_TPOT_MS:
+            raise InvalidRequestError(
+                f"the predicted time per token is {stats.tpot_ms:g} ms; expected 0 to "
+                f"{_MAX_TPOT_MS:g}: the calibration's figures are out of range"
+            )
         cells.append(
             Cell(gpu_memory_bytes=budget, expert_slots=num_slots, depth=depth, stats=stats)
         )
@@ -156,6 +168,24 @@ def predict(
         policy=policy,
         cells=tuple(cells),
     )
+
+
+def check_request(
+    model: PlannedModel, *, budgets: Sequence[int], policy: str, max_context: int | None = None
+) -> dict[int, tuple[int, int]]:
+    """What `predict` can refuse without a trace, to be asked before one is recorded.
+
+    Returns expert slots and transfers in flight by budget. Raises as `predict` does.
+    """
+    check_policy(policy)
+    if not budgets:
+        raise InvalidRequestError("give at least one budget")
+    if max(budgets) > MAX_BUDGET:
+        raise InvalidRequestError(
+            f"a budget of {format_size(max(budgets))} is more than any device has; expected at "
+            f"most {format_size(MAX_BUDGET)}"
+        )
+    return {budget: model.sizes(budget, max_context) for budget in budgets}
 
 
 def feasible(model: PlannedModel, budgets: Iterable[int], max_context: int | None) -> list[int]:

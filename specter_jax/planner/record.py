@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from specter_jax.errors import InvalidRequestError
 from specter_jax.models import draft_step, init_kv, verify
-from specter_jax.planner.traces import RoutingTrace
+from specter_jax.planner.traces import MIN_OUTPUTS, RoutingTrace
 from specter_jax.text import encode_prompts, load_tokenizer
 
 if TYPE_CHECKING:
@@ -42,14 +43,14 @@ def record_trace(
         raise InvalidRequestError(
             "recording needs a slot for every expert: load the model without a budget"
         )
-    prompt_ids = encode_prompts(load_tokenizer(model.path), prompts, chat=False)
-    width = min(map(len, prompt_ids), default=0)
-    if width < 1 or max_new_tokens < 2 or width + max_new_tokens > model.runtime.max_context:
-        raise InvalidRequestError(
-            f"prompts of {width} tokens and {max_new_tokens} new tokens: expected at least 1 and "
-            f"2, and {model.runtime.max_context} together at most"
-        )
-    rows = [_record(model, prompt[-width:], max_new_tokens) for prompt in prompt_ids]
+    prompt_ids = prompts_to_record(
+        model.path,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        max_context=model.runtime.max_context,
+    )
+    width = len(prompt_ids[0])
+    rows = [_record(model, prompt, max_new_tokens) for prompt in prompt_ids]
     target, draft, *argmax = (np.stack(part) for part in zip(*rows, strict=True))
     target_argmax, draft_argmax = (ids[:, width - 1 : -1].astype(np.uint32) for ids in argmax)
     narrow = np.uint8 if model.config.num_experts <= 256 else np.uint16
@@ -61,6 +62,28 @@ def record_trace(
         prompt_tokens=width,
         source=source,
     )
+
+
+def prompts_to_record(
+    path: str | os.PathLike[str],
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    max_context: int,
+) -> list[np.ndarray]:
+    """Token ids of the prompts, int32 of equal length: the last ones, as many as the shortest has.
+
+    Needs the tokenizer alone, so that a request can be refused before the model is loaded. Raises
+    as `record_trace` does.
+    """
+    ids = encode_prompts(load_tokenizer(path), prompts, chat=False)
+    width = min(map(len, ids), default=0)
+    if width < 1 or max_new_tokens < MIN_OUTPUTS or width + max_new_tokens > max_context:
+        raise InvalidRequestError(
+            f"prompts of {width} tokens and {max_new_tokens} new tokens: expected at least 1 and "
+            f"{MIN_OUTPUTS}, and {max_context} together at most"
+        )
+    return [prompt[-width:] for prompt in ids]
 
 
 def _record(model: Model, prompt: np.ndarray, new_tokens: int) -> tuple[np.ndarray, ...]:

@@ -15,6 +15,11 @@ from specter_jax.planner.cards import Card
 
 _MICRO = 1e-6
 
+FIGURES = {"bandwidth": ("TB/s", 1e12, 1e-3, 1e3), "link": ("GB/s", 1e9, 1e-3, 1e4)}
+"""Of each figure of hardware: the unit people write, in bytes per second, least and most of them.
+
+Wide enough for any machine; beyond, predictions are numbers without a meaning."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelBytes:
@@ -37,16 +42,21 @@ class ModelBytes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Nominal bandwidths in bytes per second, of device memory and of the link, one direction."""
+    """Nominal bandwidths in bytes per second, of device memory and of the link, one direction.
+
+    Raises InvalidRequestError for a figure beyond the range in `FIGURES`.
+    """
 
     bandwidth: float
     link: float
 
     def __post_init__(self) -> None:
-        for name in ("bandwidth", "link"):
+        for name, (unit, size, least, most) in FIGURES.items():
             value = getattr(self, name)
-            if not 0 < value < float("inf"):
-                raise InvalidRequestError(f"{name} is {value}; expected a number above 0")
+            if not least * size <= value <= most * size:
+                raise InvalidRequestError(
+                    f"{name} is {value / size:g} {unit}; expected {least:g} to {most:g} {unit}"
+                )
 
     @classmethod
     def of_card(cls, card: Card) -> Hardware:

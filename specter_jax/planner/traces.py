@@ -11,14 +11,21 @@ from __future__ import annotations
 import dataclasses
 import os
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 from specter_jax.config import ModelConfig
 from specter_jax.errors import InvalidRequestError
+from specter_jax.offload import get_policy
+
+MIN_OUTPUTS = 2
+"""Fewest outputs of a prompt: time per token is counted from the first one on."""
 
 KINDS = ("greedy", "sampled")
+_ARRAYS = ("target_experts", "draft_experts", "target_argmax", "draft_argmax")
+_ZIP = b"PK"
 BUNDLED = Path(__file__).with_name("traces")
 """Traces that come with the package."""
 
@@ -55,7 +62,15 @@ class RoutingTrace:
         return len(self.target_experts)
 
     def select(self, num_prompts: int, num_outputs: int) -> RoutingTrace:
-        """At most so many prompts, evenly spread, and so many outputs of each."""
+        """At most so many prompts, evenly spread, and so many outputs of each.
+
+        Raises InvalidRequestError for no prompts, or fewer than `MIN_OUTPUTS` outputs.
+        """
+        if num_prompts < 1 or num_outputs < MIN_OUTPUTS:
+            raise InvalidRequestError(
+                f"{num_prompts} prompts of {num_outputs} new tokens: expected at least 1 of "
+                f"{MIN_OUTPUTS}"
+            )
         count = min(num_prompts, self.num_prompts)
         chosen = np.unique(np.linspace(0, self.num_prompts - 1, count).round().astype(int))
         outputs = min(num_outputs, self.target_argmax.shape[1])
@@ -101,25 +116,59 @@ def load_trace(path: str | os.PathLike[str], kind: str = "greedy") -> RoutingTra
 
     Raises:
         InvalidRequestError: it is no trace, lacks that kind, or its shapes contradict one another.
-        OSError: the file cannot be read.
+        OSError: the file cannot be opened.
     """
     path = Path(path)
+    names = {name: f"{kind}_{name}" for name in _ARRAYS}
     try:
-        with np.load(path) as file:
-            arrays = {
-                name: file[f"{kind}_{name}"]
-                for name in ("target_experts", "draft_experts", "target_argmax", "draft_argmax")
-            }
-            prompt_tokens = int(file["prompt_tokens"])
-            described = str(file["source"]) if "source" in file else path.name
-    except (KeyError, ValueError, zipfile.BadZipFile, EOFError) as error:
-        reason = " ".join(str(error).split())
+        found = _read_arrays(path, (*names.values(), "prompt_tokens", "source"))
+        missing = {*names.values(), "prompt_tokens"} - set(found)
+        if missing:
+            raise InvalidRequestError(f"lacks {', '.join(sorted(missing))}")
+        count = found["prompt_tokens"]
+        if count.ndim != 0 or not np.issubdtype(count.dtype, np.integer):
+            raise InvalidRequestError("prompt_tokens is no whole number")
+    except InvalidRequestError as error:
         raise InvalidRequestError(
-            f"{path}: not a routing trace of {kind} text ({reason})"
+            f"{path}: {error}; expected a routing trace of {kind} text, an .npz file such as "
+            "`specter plan --record` writes"
         ) from None
-    trace = RoutingTrace(**arrays, prompt_tokens=prompt_tokens, source=f"{described}, {kind} text")
+    described = str(found["source"]) if "source" in found else path.name
+    trace = RoutingTrace(
+        **{field: found[name] for field, name in names.items()},
+        prompt_tokens=int(count),
+        source=f"{described}, {kind} text",
+    )
     _check(trace, str(path))
     return trace
+
+
+def _read_arrays(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Those of the named arrays that an .npz file has.
+
+    Raises InvalidRequestError with what the file is instead of one, OSError if it cannot be opened.
+    """
+    if path.is_dir():
+        raise InvalidRequestError("is a directory")
+    if path.exists() and not path.is_file():
+        raise InvalidRequestError("is no regular file")
+    with open(path, "rb") as file:
+        start = file.read(len(_ZIP))
+        if not start:
+            raise InvalidRequestError("is empty")
+        if start != _ZIP:
+            raise InvalidRequestError("is no .npz file")
+        if not zipfile.is_zipfile(file):
+            raise InvalidRequestError("is cut short or damaged")
+        file.seek(0)
+        # NumPy lets through whatever damage does to the decompressor or to an array's header.
+        try:
+            with np.load(file, allow_pickle=False) as archive:
+                found = {name: archive[name] for name in names if name in archive}
+        except Exception:
+            raise InvalidRequestError("is cut short or damaged") from None
+    # An entry that is no array comes as bytes.
+    return {name: value for name, value in found.items() if isinstance(value, np.ndarray)}
 
 
 def save_trace(trace: RoutingTrace, path: str | os.PathLike[str], kind: str = "greedy") -> None:
@@ -155,6 +204,15 @@ def bundled_trace(config: ModelConfig) -> RoutingTrace:
     )
 
 
+def check_policy(policy: str) -> None:
+    """Raises InvalidRequestError if a policy's time cannot be predicted from a routing trace."""
+    if get_policy(policy).prefetch == "next_layer":
+        raise InvalidRequestError(
+            f"policy {policy} guesses the next layer's experts, which a routing trace does not "
+            "tell: its time cannot be predicted"
+        )
+
+
 def _check(trace: RoutingTrace, what: str) -> None:
     """Raises InvalidRequestError if the shapes contradict one another."""
     experts, tokens = trace.target_experts, trace.target_argmax
@@ -165,9 +223,10 @@ def _check(trace: RoutingTrace, what: str) -> None:
         and trace.draft_experts.shape == experts.shape
         and np.issubdtype(trace.draft_experts.dtype, np.integer)
         and min(int(experts.min()), int(trace.draft_experts.min())) >= 0
+        and tokens.ndim == 2
         and tokens.shape == trace.draft_argmax.shape == (experts.shape[1], tokens.shape[-1])
         and trace.prompt_tokens >= 1
-        and tokens.shape[1] >= 2
+        and tokens.shape[1] >= MIN_OUTPUTS
         and experts.shape[2] == trace.prompt_tokens + tokens.shape[1]
     )
     if not consistent:
