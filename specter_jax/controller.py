@@ -127,6 +127,14 @@ class DepthController:
         """The depth to run next; the same until the next `observe`."""
         return self._next if self._fixed is None else self._fixed
 
+    def likely_depth(self) -> int:
+        """The depth after the next `observe`, unless that changes the choice or tries another."""
+        if self._fixed is not None:
+            return self._fixed
+        if self._iteration + 1 < len(PROBES):
+            return self._nearest(PROBES[self._iteration + 1])
+        return self._chosen
+
     def observe(self, timing: IterationTiming) -> None:
         """Take in one iteration and decide on the next."""
         self._update_alpha(timing)

@@ -51,6 +51,7 @@ class Model:
         controllers: what `depth="auto"` has measured, by policy and batch size.
         progress: told of compilation, as `load` was of loading.
         lock: held by a running generation, see `exclusive`.
+        cache_is_filled: false while, or because, `reset_cache` was interrupted.
         ledger: where the device's memory went. dtype: "bfloat16" or "float32", of computation.
     """
 
@@ -70,6 +71,7 @@ class Model:
     controllers: dict[tuple[str, int], DepthController] = dataclasses.field(default_factory=dict)
     progress: Progress | None = None
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    cache_is_filled: bool = True
 
     def __repr__(self) -> str:
         held = f"{self.pool.num_slots} of {self.config.num_moe_layers * self.config.num_experts}"
@@ -124,6 +126,7 @@ class Model:
             batch.capacity(self.runtime),
             batch.draws is not None,
             get_policy(self.policy).prefetch == "next_layer",
+            get_policy(self.policy).whole_layers,
         )
         missing = [depth for depth in sorted(set(depths)) if (*shapes, depth) not in self.warm]
         if not missing:
@@ -143,7 +146,7 @@ class Model:
         Raises UnknownPolicyError.
         """
         spec = get_policy(name)
-        if name != self.policy:
+        if name != self.policy or not self.cache_is_filled:
             self.policy = spec.name
             self.reset_cache()
 
@@ -176,9 +179,11 @@ class Model:
 
     def reset_cache(self) -> None:
         """Forgets what was learnt and fills the slots as `load` did."""
+        self.cache_is_filled = False
         self._forget()
         self.pool.reset(_eviction(self.config, self.policy))
         self.pool.fill()
+        self.cache_is_filled = True
 
     def _forget(self) -> None:
         """Starts to learn anew how this cache behaves."""

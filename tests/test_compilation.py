@@ -52,6 +52,15 @@ def test_every_policy_warms_up_what_it_runs(tiny_directory, policy):
     assert compiled == []
 
 
+def test_a_policy_that_runs_more_programs_is_warmed_up_after_one_that_runs_fewer(tiny_directory):
+    model = load_tiny(tiny_directory)
+    model.warm.clear()
+    run(model, SHORT, policy="specmoeoff", max_new_tokens=1)
+    warmed = set(model.warm)
+    run(model, SHORT, policy="lookahead", max_new_tokens=1)
+    assert model.warm > warmed
+
+
 def test_sampling_arguments_compile_nothing(tiny_directory):
     model = load_tiny(tiny_directory)
     run(model, SHORT, max_new_tokens=1, **SAMPLED)

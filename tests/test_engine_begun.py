@@ -1,7 +1,9 @@
 """The next draft is dispatched behind the verification: nothing of it shows in the output."""
 
+import jax
 import pytest
 
+from specter_jax.controller import DepthController
 from specter_jax.engine import decode, drafting
 from tests.engine_cases import (
     ALL,
@@ -104,3 +106,38 @@ def test_with_every_expert_resident_verification_follows_the_draft_at_once(
     monkeypatch.setattr(decode, "begin_verification", begin)
     assert run(model, PROMPTS[:3], max_new_tokens=24, batch_size=3).tokens == late.tokens[:3]
     assert run(model, PROMPTS[:2], max_new_tokens=24, depth="auto").tokens == late.tokens[:2]
+
+
+def test_no_draft_is_begun_before_a_plain_iteration_that_was_planned(tiny_directory, monkeypatch):
+    model = load_tiny(tiny_directory, ALL)
+    model.controllers.clear()
+    depths, begun = [], []
+    original = decode.draft
+
+    def draft(ctx, state, depth, most):
+        depths.append(depth)
+        begun.append(state.begun is not None)
+        return original(ctx, state, depth, most)
+
+    monkeypatch.setattr(decode, "draft", draft)
+    run(model, PROMPTS[:1], depth="auto", max_new_tokens=24)
+    assert depths[:4] == [4, 0, 4, 0]
+    assert not any(early for depth, early in zip(depths, begun, strict=True) if depth == 0)
+
+
+def test_a_draft_that_is_not_wanted_is_over_before_plain_decoding_is_timed(
+    tiny_directory, monkeypatch
+):
+    model = load_tiny(tiny_directory, ALL)
+    turns = iter([4, 0, 4, 0, 4, 4, 4, 4, 4, 4, 4, 4])
+    controller = DepthController(fixed=4)
+    monkeypatch.setattr(controller, "next_depth", lambda: next(turns))
+    monkeypatch.setattr(
+        "specter_jax.api.DepthController", lambda *args, **options: controller, raising=False
+    )
+    model.controllers.clear()
+    waited = []
+    ready = jax.block_until_ready
+    monkeypatch.setattr(decode.jax, "block_until_ready", lambda x: waited.append(1) or ready(x))
+    assert run(model, PROMPTS[:1], depth=4).tokens == plain_tokens(tiny_directory)[:1]
+    assert waited

@@ -1,5 +1,7 @@
 """Greedy output never depends on speculation, policy, cache size or the draft's quality."""
 
+import jax
+import numpy as np
 import pytest
 
 from specter_jax.offload import POLICIES
@@ -131,3 +133,42 @@ def test_a_miss_is_made_up_for_by_layers_or_by_another_run(
     else:
         assert more == stats.resumes
         assert len(programs) <= stats.iterations
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_a_draft_that_overflows_changes_no_output(tiny_directory, plain, value):
+    """What it leaves in the KV behind the verified tokens must not reach them."""
+    model = load_tiny(tiny_directory)
+    right = model.params["draft"]
+
+    def broken(layer):
+        tables = np.array(layer["tables"])
+        tables[::4] = value
+        return layer | {"tables": jax.device_put(tables, layer["tables"].sharding)}
+
+    model.params["draft"] = {name: broken(layer) for name, layer in right.items()}
+    try:
+        for depth in (3, 5, 8):
+            assert run(model, PROMPTS[:2], depth=depth).tokens == plain[:2]
+    finally:
+        model.params["draft"] = right
+
+
+def test_experts_fetched_just_before_verification_count_as_waited_for(tiny_directory, monkeypatch):
+    from specter_jax.engine import verification
+
+    model = load_tiny(tiny_directory, MANY)
+    run(model, PROMPTS[:1], depth=2)
+    late = []
+    original = verification._bring_all
+
+    def bring_all(*args):
+        brought = original(*args)
+        late.append(len(brought or ()))
+        return brought
+
+    monkeypatch.setattr(verification, "_bring_all", bring_all)
+    stats = run(model, PROMPTS, depth=2).stats
+    assert sum(late) > 0
+    # The draft names hardly any expert that is not used then.
+    assert stats.demand_misses >= 0.8 * sum(late)

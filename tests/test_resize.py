@@ -54,3 +54,19 @@ def test_a_generating_model_is_not_resized(tiny_directory):
     model = load_tiny(tiny_directory)
     with model.exclusive(), pytest.raises(InvalidRequestError, match="generating already"):
         model.resize(expert_slots=30)
+
+
+def test_a_policy_whose_cache_was_not_filled_is_taken_up_again(tiny_directory, monkeypatch):
+    model = load_tiny(tiny_directory)
+    model.use_policy("lookahead")
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.pool, "fill", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.use_policy("lru")
+    model.use_policy("lru")
+    assert int(model.pool.cache.resident.sum()) == model.pool.num_slots
+    model.use_policy("lookahead")

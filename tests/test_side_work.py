@@ -48,6 +48,37 @@ def test_leaving_waits_for_what_is_running():
     assert done == [True]
 
 
+def test_a_second_interruption_does_not_leave_work_running(monkeypatch):
+    done = []
+    started, release = threading.Event(), threading.Event()
+
+    def work():
+        started.set()
+        release.wait(10)
+        done.append(True)
+
+    side = SideWork()
+    shutdown = side._thread.shutdown
+
+    def interrupted_once(wait):
+        if not release.is_set():
+            release.set()
+            raise KeyboardInterrupt
+        shutdown(wait=wait)
+
+    monkeypatch.setattr(side._thread, "shutdown", interrupted_once)
+
+    def interrupted():
+        with side:
+            side.start(work)
+            started.wait(10)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert done == [True]
+
+
 def test_inline_work_is_done_when_it_is_waited_for():
     order = []
     with InlineWork() as side:

@@ -127,3 +127,15 @@ def pack_tables(tables: jax.Array) -> dict[str, jax.Array]:
     shifts = 8 * jnp.arange(4, dtype=jnp.int32)
     packed = (numbers.reshape(*steps.shape, 2, 4) << shifts).sum(-1, dtype=jnp.int32)
     return {"table_bytes": packed, "table_steps": steps}
+
+
+_LARGEST = 1e30
+
+
+def finite(total: jax.Array) -> jax.Array:
+    """`total`, float32, with 0 in the place of what no sum of sound experts can be.
+
+    A draft that overflows would leave NaN in the KV behind the tokens that verification writes, and
+    attention's weight of 0 for such an entry times NaN is NaN in the target's own output.
+    """
+    return jnp.where(jnp.abs(total) < _LARGEST, total, 0.0)

@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.draft_experts.arithmetic import (
     WORD_INPUTS,
+    finite,
     fma,
     pack_tables,
     word_product,
@@ -134,7 +135,7 @@ def _down_kernel(
         value = jnp.sum(value.reshape(*tile[:3], chunk_lanes, 2), axis=4)
         value *= scales.astype(jnp.float32)
         total += jnp.sum(jnp.sum(value, axis=1), axis=2).reshape(rows)
-    plgpu.store(out_ref.at[row, pl.ds(first, rows)], total)
+    plgpu.store(out_ref.at[row, pl.ds(first, rows)], finite(total))
 
 
 def draft_experts(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.draft_experts.arithmetic import finite
 from pallas_kernels.int4.layout import decode
 
 
@@ -39,7 +40,7 @@ def draft_experts(
         return _product(down, jax.nn.silu(gate) * up)
 
     outputs = jax.vmap(jax.vmap(one_expert, in_axes=(None, 0)))(x.astype(jnp.float32), experts)
-    return jnp.einsum("rkh,rk->rh", outputs, weights, precision=lax.Precision.HIGHEST)
+    return finite(jnp.einsum("rkh,rk->rh", outputs, weights, precision=lax.Precision.HIGHEST))
 
 
 def _product(weight: jax.Array, row: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import jax
 import numpy as np
 
 from specter_jax.controller import DepthController, IterationTiming
@@ -51,6 +52,11 @@ def iterate(
     """
     clock = ctx.recorder.clock
     depth = controller.next_depth() if ctx.policy.speculative else 0
+    following = controller.likely_depth() if ctx.policy.speculative else 0
+    if depth == 0 and state.begun is not None:
+        # Not wanted after all; what it takes is not to count as plain decoding's time.
+        jax.block_until_ready(state.begun.chunk.last)
+        state.begun = None
     bytes_before = ctx.pool.bytes_moved
     waited_before = ctx.recorder.wait_ms
     resident_before = ctx.pool.cache.resident
@@ -62,9 +68,9 @@ def iterate(
     # At least one token more than this iteration can give: the next draft will be wanted; and with
     # as many as that can give, all of it.
     left = int(remaining[active].max()) - (depth + 1)
-    whole = left >= depth + 1
-    goes_on = depth > 0 and left > 0
-    begin_next = functools.partial(_begin_next, ctx, state, depth, whole) if goes_on else None
+    whole = left >= following + 1
+    goes_on = following > 0 and left > 0
+    begin_next = functools.partial(_begin_next, ctx, state, following, whole) if goes_on else None
     (tokens, num_accepted), chosen = verify(ctx, state, drafted, resident_before, begin_next)
     num_new = np.where(active, num_accepted + 1, 0)
     # What the draft routed stands in for the target's choices; plain decoding has only these.

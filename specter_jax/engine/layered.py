@@ -31,7 +31,8 @@ class Pass:
     resident_before: bool [M, E], residents when the iteration began; None in a prefill, whose uses
         are neither booked nor shown to the eviction policy (nearly every expert is used);
     group_size: most experts computed together;
-    foreseen: what layers are expected to need, which lets several run together; None: each alone.
+    foreseen: what layers are expected to need, which lets several run together; None: each alone;
+    late: experts already waited for in this sweep, added to here.
     """
 
     lengths: np.ndarray
@@ -41,6 +42,7 @@ class Pass:
     counts: np.ndarray | None = None
     resident_before: np.ndarray | None = None
     foreseen: Foreseen | None = None
+    late: set[Key] = dataclasses.field(default_factory=set)
 
 
 def run_layers(
@@ -53,7 +55,6 @@ def run_layers(
     kv = list(kv)
     chosen: dict[int, np.ndarray] = {}
     waiting = False
-    late: set[Key] = set()
     prompt = run.resident_before is None
     layer = start_layer
     while layer < ctx.config.num_layers:
@@ -72,10 +73,10 @@ def run_layers(
             passes = (run.foreseen, run.lengths, run.mask, prompt)
             stretch = run_stretch(ctx, kv, hidden, m, length, *passes, ahead.top_up)
             hidden, done = stretch.hidden, len(stretch.chosen)
-            late |= stretch.late
+            run.late.update(stretch.late)
             chosen |= stretch.chosen
             if not prompt:
-                book_uses(ctx, stretch.chosen, run.resident_before, late)
+                book_uses(ctx, stretch.chosen, run.resident_before, run.late)
             if done:
                 _discard_passed(ctx, m + done - 1)
             layer += done
@@ -160,7 +161,7 @@ def _apply_experts(
     needed = used
     if run.resident_before is not None:
         missing = pool.cache.absent(m, used)
-        _count_uses(ctx, m, used, missing, run.resident_before)
+        _count_uses(ctx, m, used, missing, run)
         if ctx.policy.whole_layers:
             needed = np.arange(ctx.config.num_experts)
     missing = pool.cache.absent(m, needed)
@@ -225,16 +226,15 @@ def _discard_passed(ctx: Context, m: int) -> None:
     ctx.pool.drop([key for key in ctx.pool.staged_keys() if key[0] <= m])
 
 
-def _count_uses(
-    ctx: Context, m: int, needed: np.ndarray, missing: list[int], before: np.ndarray
-) -> None:
+def _count_uses(ctx: Context, m: int, used: np.ndarray, missing: list[int], run: Pass) -> None:
     """Books each use as resident before, prefetched in time, or waited for."""
-    staged = [expert for expert in missing if ctx.pool.is_staged(m, expert)]
-    arrived = set(ctx.pool.arrived()) if staged else set()
-    late = len(missing) - sum((m, expert) in arrived for expert in staged)
-    absent = set(missing)
-    resident = sum(bool(before[m, e]) for e in needed.tolist() if e not in absent)
+    keys = {(m, expert) for expert in missing}
+    run.late.update(keys.difference(ctx.pool.arrived() if keys else ()))
+    assert run.resident_before is not None
+    late = sum((m, expert) in run.late for expert in used.tolist()) if run.late else 0
+    here = used[run.resident_before[m, used]].tolist()
+    resident = sum((m, e) not in keys and (m, e) not in run.late for e in here)
     recorder = ctx.recorder
     recorder.resident_hits += resident
     recorder.demand_misses += late
-    recorder.prefetch_hits += len(needed) - resident - late
+    recorder.prefetch_hits += len(used) - resident - late

@@ -28,7 +28,16 @@ class SideWork:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._thread.shutdown(wait=True)
+        interrupted: BaseException | None = None
+        while True:
+            try:
+                self._thread.shutdown(wait=True)
+                break
+            except KeyboardInterrupt as again:
+                # What is running would go on behind the engine's back.
+                interrupted = again
+        if interrupted is not None:
+            raise interrupted
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Begins `function(*arguments)`; `wait` first for what was begun before."""

@@ -267,8 +267,8 @@ class SlotPool:
         self.cache.unpin_all()
         if self.slots.is_deleted():
             # Interrupted between donating the buffer and receiving its successor.
-            self.slots = self._empty_slots(self.num_slots)
             self._placing = True
+            self.slots = self._empty_slots(self.num_slots)
         if self._placing:
             self.cache = self._new_cache(self.num_slots, self.cache.eviction)
             self._placing = False

@@ -45,9 +45,10 @@ def verify(
     begin_next: dispatches what is to run behind the verification; called again after a miss.
     """
     tokens = verify_tokens(state, drafted)
-    if _all_present(ctx, drafted):
+    late = _make_present(ctx, drafted)
+    if late is not None:
         accepted, chosen = _one_program_or_resume(
-            ctx, state, drafted, tokens, resident_before, begin_next
+            ctx, state, drafted, tokens, resident_before, begin_next, late
         )
     else:
         accepted, chosen = by_layers(ctx, state, drafted, tokens, resident_before, begin_next)
@@ -62,32 +63,39 @@ def verify_tokens(state: DecodeState, drafted: Drafted) -> np.ndarray:
     return np.pad(tokens, ((0, 0), (0, pad)))
 
 
-def _all_present(ctx: Context, drafted: Drafted) -> bool:
-    """Whether one program is likely to find every expert in a slot; brings in the last few."""
+def _make_present(ctx: Context, drafted: Drafted) -> set[Key] | None:
+    """Brings in the last few experts, if one program is then likely to find every one in a slot.
+
+    Returns those of them whose transfers will be waited for, None if one program is not likely to.
+    """
     pool = ctx.pool
     if pool.cache.resident.all():
-        return True
+        return set()
     if drafted.predicted is None:
-        return ctx.optimism.expects_none
+        return set() if ctx.optimism.expects_none else None
     predicted = drafted.predicted.predicted
     pending = plan_loads(predicted, pool.cache.resident)
     if not pending:
-        return True
+        return set()
     may_bring = ctx.policy.prefetch == "draft" and not ctx.policy.use_cutoff
     few = len(pending) <= ctx.runtime.one_dispatch_pending
-    return may_bring and few and _bring_all(ctx, pending, predicted)
+    return _bring_all(ctx, pending, predicted) if may_bring and few else None
 
 
-def _bring_all(ctx: Context, missing: list[Key], needed: np.ndarray) -> bool:
-    """Loads `missing` and keeps what is `needed`, bool [M, E]; False if they do not all fit."""
+def _bring_all(ctx: Context, missing: list[Key], needed: np.ndarray) -> set[Key] | None:
+    """Loads `missing` and keeps what is `needed`, bool [M, E]; None if they do not all fit.
+
+    Returns those that had not arrived.
+    """
     pool = ctx.pool
     if pool.cache.evictable(needed) < len(missing):
-        return False
+        return None
     for layer in np.flatnonzero(needed.any(1)).tolist():
         pool.cache.pin(layer, np.flatnonzero(needed[layer]))
+    late = set(missing).difference(pool.arrived())
     pool.load(missing, next_layer=0)
     pool.cache.unpin_all()
-    return True
+    return late
 
 
 def one_program(
@@ -156,8 +164,9 @@ def _one_program_or_resume(
     tokens: np.ndarray,
     resident_before: np.ndarray,
     begin_next: BeginNext | None,
+    late: set[Key],
 ) -> tuple[Accepted, Choices]:
-    """Verifies in one program and makes up for what it missed.
+    """Verifies in one program and makes up for what it missed; `late` experts are waited for.
 
     After a miss it fetches what was missed and runs the program again, which overwrites what the
     first run wrote; or goes on layer by layer from the first layer that missed, if few are left or
@@ -166,7 +175,7 @@ def _one_program_or_resume(
     out = one_program(ctx, state, drafted, tokens, begin_next)
     misses, experts = _read(ctx, out, tokens)
     ctx.optimism.observe(bool(misses.any()))
-    late: set[Key] = set()
+    resumed = False
     for _ in range(_MAX_RERUNS):
         first_miss = _first_miss(misses)
         if first_miss >= len(misses) * _RERUN_BEFORE:
@@ -174,10 +183,12 @@ def _one_program_or_resume(
         # Routing behind the first miss is not right, but nearly so.
         needed = needed_experts(experts, ctx.config.num_experts)
         missing = plan_loads(needed, ctx.pool.cache.resident, start_layer=first_miss)
-        if not _bring_all(ctx, missing, needed):
+        brought = _bring_all(ctx, missing, needed)
+        if brought is None:
             break
-        ctx.recorder.resumes += not late
-        late.update(missing)
+        ctx.recorder.resumes += not resumed
+        resumed = True
+        late |= brought
         out = one_program(ctx, state, drafted, tokens, begin_next)
         misses, experts = _read(ctx, out, tokens)
     first_miss = _first_miss(misses)
@@ -185,9 +196,9 @@ def _one_program_or_resume(
     book_uses(ctx, chosen, resident_before, late)
     if first_miss == len(misses):
         return (np.asarray(out.tokens), np.asarray(out.num_accepted)), chosen
-    ctx.recorder.resumes += not late
+    ctx.recorder.resumes += not resumed
     accepted, rest = resume(
-        ctx, state, drafted, tokens, out, first_miss, resident_before, experts, begin_next
+        ctx, state, drafted, tokens, out, first_miss, resident_before, experts, begin_next, late
     )
     return accepted, chosen | rest
 
@@ -213,16 +224,18 @@ def resume(
     resident_before: np.ndarray,
     experts: np.ndarray,
     begin_next: BeginNext | None = None,
+    late: set[Key] | None = None,
 ) -> tuple[Accepted, Choices]:
     """Layer by layer from MoE layer `first_miss` on, from the state that `out` saved there.
 
-    experts: int32 [M, B, T, k], what `out` chose: right in that layer, nearly so behind it.
+    experts: int32 [M, B, T, k], what `out` chose: right in that layer, nearly so behind it; late:
+    experts already waited for.
     """
     hidden = ctx.programs.hidden_at(out.hidden, np.int32(first_miss))
     start = ctx.config.moe_layers[first_miss]
     named = needed_experts(experts, ctx.config.num_experts)
     return _layers_and_head(
-        ctx, state, drafted, tokens, hidden, start, resident_before, begin_next, named
+        ctx, state, drafted, tokens, hidden, start, resident_before, begin_next, named, late
     )
 
 
@@ -252,6 +265,7 @@ def _layers_and_head(
     resident_before: np.ndarray,
     begin_next: BeginNext | None,
     named: np.ndarray | None = None,
+    late: set[Key] | None = None,
 ) -> tuple[Accepted, Choices]:
     """Decoder layers from `start_layer` on, then head and acceptance.
 
@@ -271,6 +285,7 @@ def _layers_and_head(
         counts=None if guess is None else guess.counts,
         resident_before=resident_before,
         foreseen=_foreseen(ctx, drafted, named, may_bring=guesses),
+        late=set() if late is None else late,
     )
     hidden, state.kv, chosen = run_layers(ctx, state.kv, hidden, start_layer, run)
     (tokens_out, num_accepted), start = ctx.programs.accept(
