@@ -36,6 +36,8 @@ class RuntimeConfig:
     prefill_tokens: most prompt tokens that go through a layer at once.
     one_dispatch_pending: verification runs as one program if no more than this many predicted
         experts are still on their way; otherwise it goes layer by layer behind the transfers.
+    stretches: whether several layers of a verification run as one program where it is known what
+        they need; None: on GPUs, where handing over a layer takes longer than the layer.
     """
 
     num_slots: int
@@ -46,6 +48,7 @@ class RuntimeConfig:
     prefill_group: int = 8
     prefill_tokens: int = 2048
     one_dispatch_pending: int = 24
+    stretches: bool | None = None
 
 
 def bucket(size: int, buckets: tuple[int, ...]) -> int:

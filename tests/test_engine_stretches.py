@@ -1,5 +1,7 @@
 """Several layers of a verification in one program: the same output, fewer programs."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -66,6 +68,14 @@ def test_no_layers_run_together_where_each_routing_is_wanted(tiny_directory, pla
     model = load_tiny(tiny_directory, QUARTER)
     seen = watched(monkeypatch)
     assert run(model, PROMPTS[:1], policy="sp-e").tokens == plain[:1]
+    assert not seen
+
+
+def test_where_dispatching_is_cheap_layers_run_alone(tiny_directory, plain, monkeypatch):
+    model = load_tiny(tiny_directory, QUARTER)
+    monkeypatch.setattr(model, "runtime", dataclasses.replace(model.runtime, stretches=None))
+    seen = watched(monkeypatch)
+    assert run(model, PROMPTS[:1]).tokens == plain[:1]
     assert not seen
 
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from specter_jax.engine.context import Context, distinct_experts, needed_experts
 from specter_jax.engine.slots import Key
-from specter_jax.offload import PolicySpec
 
 STRETCHES = (8, 4, 2)
 """Lengths that programs are compiled for, in MoE layers, the longest first. A stretch repeats what
@@ -51,9 +50,13 @@ class Outcome:
     late: set[Key]
 
 
-def runs_stretches(policy: PolicySpec) -> bool:
-    """Whether layers may run together: not where a policy wants to see each layer's routing."""
-    return not policy.whole_layers and policy.prefetch != "next_layer"
+def runs_stretches(ctx: Context) -> bool:
+    """Whether layers may run together: where that pays, and no policy wants to see each layer's
+    routing."""
+    pays = ctx.runtime.stretches
+    if pays is None:
+        pays = ctx.device.platform == "gpu"
+    return pays and not ctx.policy.whole_layers and ctx.policy.prefetch != "next_layer"
 
 
 def stretch_kinds(ctx: Context, m: int, length: int) -> tuple[int, ...] | None:

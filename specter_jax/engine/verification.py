@@ -307,7 +307,7 @@ def _foreseen(
     ctx: Context, drafted: Drafted, named: np.ndarray | None, *, may_bring: bool
 ) -> Foreseen | None:
     """What lets layers run together; None where nothing does."""
-    if not runs_stretches(ctx.policy):
+    if not runs_stretches(ctx):
         return None
     parts = [] if drafted.predicted is None else [drafted.predicted.predicted]
     parts += [] if named is None else [named]

@@ -174,7 +174,7 @@ def _stretches(ctx: Context, num_tokens: int, prompt: bool) -> list[tuple[int, i
     if prompt:
         if foreseen_of_prompt(ctx, num_tokens) is None:
             return []
-    elif ctx.pool.cache.resident.all() or not runs_stretches(ctx.policy):
+    elif ctx.pool.cache.resident.all() or not runs_stretches(ctx):
         return []
     found: dict[tuple[int, ...], tuple[int, int]] = {}
     for length in STRETCHES:

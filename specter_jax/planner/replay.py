@@ -85,6 +85,7 @@ def replay(
         num_slots=pool.num_slots,
         max_in_flight=max_in_flight,
         max_context=trace.prompt_tokens + outputs,
+        stretches=True,
     )
     controller, optimism, recorders = DepthController(fixed=fixed), Optimism(), []
     pace = Pace()
