@@ -27,3 +27,34 @@ def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from convert import convert_checkpoint
 
     return convert_checkpoint(TINY_SOURCE, tmp_path_factory.mktemp("tiny") / "model").path
+
+
+MOST_MAPS = 20_000
+"""Of the 65,530 memory maps that Linux gives a process by default. XLA on the CPU takes some tens
+for every compiled program, and crashes where there are no more."""
+
+
+def num_memory_maps() -> int:
+    """Memory maps of this process, 0 where the system does not tell."""
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            return sum(1 for _ in maps)
+    except OSError:
+        return 0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_memory_maps():
+    """Lets go of compiled programs, and of the models that rely on them, when they become many."""
+    yield
+    if num_memory_maps() < MOST_MAPS:
+        return
+    import gc
+
+    import jax
+
+    from tests import engine_cases
+
+    engine_cases.load_tiny.cache_clear()
+    jax.clear_caches()
+    gc.collect()
