@@ -33,16 +33,19 @@ PROMPTS = [
 
 
 @functools.cache
-def load_tiny(directory: Path, slots: int = QUARTER) -> Model:
+def load_tiny(directory: Path, slots: int = QUARTER, stretches: bool = False) -> Model:
     """The model in float32, loaded once per number of slots for the whole test run.
 
-    It verifies in stretches of layers, as on a GPU.
+    stretches: verify in stretches of layers, as on a GPU; more programs to compile.
     """
     model = sj.load(
         directory, expert_slots=slots, dtype="float32", max_context=CONTEXT, max_batch=3
     )
-    model.runtime = dataclasses.replace(model.runtime, stretches=True)
+    model.runtime = dataclasses.replace(model.runtime, stretches=stretches)
     return model
+
+
+load_in_stretches = functools.partial(load_tiny, stretches=True)
 
 
 def run(model: Model, prompts, **options):

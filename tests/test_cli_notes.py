@@ -30,6 +30,7 @@ def test_a_depth_that_the_policy_has_no_use_for_is_noted(capsys, tiny_directory)
 def test_slots_that_no_expert_needs_are_noted(capsys, tiny_directory):
     arguments = ["generate", str(tiny_directory), "--prompt", PROMPTS[0], "--quiet"]
     arguments += ["--max-new-tokens", "2", "--expert-slots", "500", "--max-context", "128"]
+    arguments += ["--depth", "0"]
     assert main(arguments) == 0
     assert capsys.readouterr().err == (
         "note: expert_slots is 500, but the model has 160 experts: 160 slots are used\n"

@@ -9,6 +9,7 @@ from tests.engine_cases import (
     PROMPTS,
     QUARTER,
     count_compilations,
+    load_in_stretches,
     load_tiny,
     run,
     wrong_draft,
@@ -32,7 +33,7 @@ def test_the_counter_counts():
     [(FEW, SHORT), (QUARTER, SHORT), (QUARTER, LONG), (157, SHORT), (ALL, SHORT)],
 )
 def test_acceptance_misses_and_prompts_compile_nothing(tiny_directory, slots, first):
-    model = load_tiny(tiny_directory, slots)
+    model = load_in_stretches(tiny_directory, slots)
     model.warm.clear()
     run(model, first, max_new_tokens=1)
     with count_compilations() as compiled:
@@ -53,7 +54,7 @@ def test_every_policy_warms_up_what_it_runs(tiny_directory, policy):
 
 
 def test_a_policy_that_runs_more_programs_is_warmed_up_after_one_that_runs_fewer(tiny_directory):
-    model = load_tiny(tiny_directory)
+    model = load_in_stretches(tiny_directory)
     model.warm.clear()
     run(model, SHORT, policy="specmoeoff", max_new_tokens=1)
     warmed = set(model.warm)

@@ -10,10 +10,12 @@ from tests.engine_cases import (
     MANY,
     PROMPTS,
     QUARTER,
-    load_tiny,
     plain_tokens,
     run,
     wrong_draft,
+)
+from tests.engine_cases import (
+    load_in_stretches as load_tiny,
 )
 
 
@@ -100,12 +102,20 @@ def test_with_every_expert_resident_verification_follows_the_draft_at_once(
     assert early.tokens == late.tokens
     for name in ("iterations", "drafted", "accepted", "judged", "resident_hits"):
         assert getattr(early.stats, name) == getattr(late.stats, name), name
-    # A batch whose rows end at different moments, and a depth that changes on the way.
-    rows = run(model, PROMPTS[:3], max_new_tokens=24, batch_size=3).tokens
-    assert rows == late.tokens[:3]
-    monkeypatch.setattr(decode, "begin_verification", begin)
-    assert run(model, PROMPTS[:3], max_new_tokens=24, batch_size=3).tokens == late.tokens[:3]
-    assert run(model, PROMPTS[:2], max_new_tokens=24, depth="auto").tokens == late.tokens[:2]
+
+
+@pytest.mark.long
+def test_batches_and_changing_depths_too(tiny_directory, monkeypatch):
+    """Rows that end at different moments, and a depth that changes on the way."""
+    model = load_tiny(tiny_directory, ALL)
+    runs = [
+        (PROMPTS[:3], {"batch_size": 3}),
+        (PROMPTS[:2], {"depth": "auto"}),
+    ]
+    early = [run(model, prompts, max_new_tokens=24, **options).tokens for prompts, options in runs]
+    monkeypatch.setattr(decode, "begin_verification", lambda *args: None)
+    late = run(model, PROMPTS[:3], max_new_tokens=24).tokens
+    assert early == [late, late[:2]]
 
 
 def test_no_draft_is_begun_before_a_plain_iteration_that_was_planned(tiny_directory, monkeypatch):

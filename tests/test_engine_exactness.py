@@ -12,10 +12,12 @@ from tests.engine_cases import (
     PROMPTS,
     QUARTER,
     assert_slots_match_store,
-    load_tiny,
     plain_tokens,
     run,
     wrong_draft,
+)
+from tests.engine_cases import (
+    load_in_stretches as load_tiny,
 )
 
 

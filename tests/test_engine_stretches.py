@@ -13,10 +13,12 @@ from tests.engine_cases import (
     MANY,
     PROMPTS,
     QUARTER,
-    load_tiny,
     plain_tokens,
     run,
     wrong_draft,
+)
+from tests.engine_cases import (
+    load_in_stretches as load_tiny,
 )
 
 
