@@ -103,7 +103,7 @@ def run_stretch(ctx, kv, hidden, m, length, foreseen, lengths, mask, prompt, top
     timed = ctx.recorder.timed("wait_ms") if late and not prompt else contextlib.nullcontext()
     with timed, ctx.trace.span("waits", "stretch", layer=layers[0]):
         misses, experts = np.asarray(out.misses), np.asarray(out.experts)
-    done = int(np.argmax(misses > 0)) if misses.any() else length
+    done = first_missing(misses)
     if done < length:
         # Of the first layer that missed one this is exact, of those behind it nearly so.
         needed = needed_experts(experts[done:], ctx.config.num_experts)
@@ -113,6 +113,11 @@ def run_stretch(ctx, kv, hidden, m, length, foreseen, lengths, mask, prompt, top
     else:
         hidden = out.hidden
     return Outcome(hidden, {m + i: experts[i] for i in range(done)}, late)
+
+
+def first_missing(misses: np.ndarray) -> int:
+    """The first of n layers that missed an expert, or n. misses: int32 [n]."""
+    return int(np.argmax(misses > 0)) if misses.any() else len(misses)
 
 
 def stretch_arguments(ctx, kv, hidden, m, length, lengths, mask, prompt) -> tuple[Any, ...]:

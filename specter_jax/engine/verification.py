@@ -14,7 +14,7 @@ from specter_jax.engine.layered import Pass, run_layers
 from specter_jax.engine.program_types import DraftStart, Verified
 from specter_jax.engine.slots import Key
 from specter_jax.engine.state import DecodeState
-from specter_jax.engine.stretches import Foreseen, book_uses, runs_stretches
+from specter_jax.engine.stretches import Foreseen, book_uses, first_missing, runs_stretches
 from specter_jax.offload import plan_loads
 from specter_jax.runtime_config import MIN_VERIFY_TOKENS
 
@@ -124,35 +124,31 @@ def begin_verification(ctx: Context, state: DecodeState, depth: int) -> None:
         return
     tokens = ctx.programs.drafted_tokens(depth, begun.start, begun.chunk.drafted)
     begun.depth = depth
-    begun.verified, state.kv = ctx.programs.verify(
-        ctx.params,
-        state.kv,
-        ctx.pool.slots,
-        ctx.pool.table(),
-        tokens,
-        begun.start.lengths,
-        np.where(state.active, depth, 0).astype(np.int32),
-        state.active,
-        begun.probs,
-        state.draws,
-    )
+    num_drafted = np.where(state.active, depth, 0).astype(np.int32)
+    arguments = _arguments(ctx, state, tokens, begun.start.lengths, num_drafted, begun.probs)
+    begun.verified, state.kv = ctx.programs.verify(*arguments)
 
 
 def verify_arguments(
     ctx: Context, state: DecodeState, drafted: Drafted, tokens: np.ndarray
 ) -> tuple[Any, ...]:
     """What `programs.verify` takes."""
+    # On the device as behind a draft: another kind of argument would be another program.
+    tokens, lengths = ctx.programs.place(tokens), ctx.programs.place(state.lengths)
+    return _arguments(ctx, state, tokens, lengths, drafted.num_drafted, drafted.probs)
+
+
+def _arguments(ctx, state, tokens, lengths, num_drafted, probs) -> tuple[Any, ...]:
     return (
         ctx.params,
         state.kv,
         ctx.pool.slots,
         ctx.pool.table(),
-        # On the device as behind a draft: another kind of argument would be another program.
-        ctx.programs.place(tokens),
-        ctx.programs.place(state.lengths),
-        drafted.num_drafted,
+        tokens,
+        lengths,
+        num_drafted,
         state.active,
-        drafted.probs,
+        probs,
         state.draws,
     )
 
@@ -177,7 +173,7 @@ def _one_program_or_resume(
     ctx.optimism.observe(bool(misses.any()))
     resumed = False
     for _ in range(_MAX_RERUNS):
-        first_miss = _first_miss(misses)
+        first_miss = first_missing(misses)
         if first_miss >= len(misses) * _RERUN_BEFORE:
             break
         # Routing behind the first miss is not right, but nearly so.
@@ -191,7 +187,7 @@ def _one_program_or_resume(
         late |= brought
         out = one_program(ctx, state, drafted, tokens, begin_next)
         misses, experts = _read(ctx, out, tokens)
-    first_miss = _first_miss(misses)
+    first_miss = first_missing(misses)
     chosen = {m: experts[m] for m in range(first_miss)}
     book_uses(ctx, chosen, resident_before, late)
     if first_miss == len(misses):
@@ -207,11 +203,6 @@ def _read(ctx: Context, out: Verified, tokens: np.ndarray) -> tuple[np.ndarray, 
     """misses int32 [M] and experts int32 [M, B, T, k], waiting for the program."""
     with ctx.trace.span("verification", "verify", tokens=tokens.shape[1]):
         return np.asarray(out.misses), np.asarray(out.experts)
-
-
-def _first_miss(misses: np.ndarray) -> int:
-    """The first MoE layer that missed an expert, or their number."""
-    return int(np.argmax(misses > 0)) if misses.any() else len(misses)
 
 
 def resume(

@@ -19,12 +19,11 @@ from specter_jax.engine.context import Context, Optimism
 from specter_jax.engine.decode import decode
 from specter_jax.engine.pace import Pace
 from specter_jax.engine.side_work import InlineWork
-from specter_jax.errors import InvalidRequestError
 from specter_jax.offload import DEFAULT_POLICY, get_policy, make_eviction
 from specter_jax.planner.device import Device, SpanCosts, Store, TimedPool
 from specter_jax.planner.programs import ReplayPrograms, layer_numbers
 from specter_jax.planner.timing import Timing
-from specter_jax.planner.traces import RoutingTrace
+from specter_jax.planner.traces import RoutingTrace, check_policy
 from specter_jax.runtime_config import RuntimeConfig
 from specter_jax.stats import Stats, StatsRecorder, merge_recorders
 
@@ -56,11 +55,7 @@ def replay(
     """
     spec = get_policy(policy)
     fixed = parse_depth(depth)
-    if spec.prefetch == "next_layer":
-        raise InvalidRequestError(
-            f"policy {policy} guesses the next layer's experts, which a routing trace does not "
-            "tell: its time cannot be predicted"
-        )
+    check_policy(policy)
     device = Device(timing)
     layers, experts = config.num_moe_layers, config.num_experts
     pool = TimedPool(
