@@ -13,8 +13,8 @@ from specter_jax.sizes import format_size
 _RESERVE_BYTES = 320 << 20
 """Programs, library handles and allocator rounding that no array accounts for."""
 
-_MAX_STAGING_BYTES = 256 << 20
-_MIN_IN_FLIGHT, _MAX_IN_FLIGHT = 4, 32
+_MAX_STAGING_BYTES = 400 << 20
+_MIN_IN_FLIGHT, _MAX_IN_FLIGHT = 4, 48
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -90,7 +90,7 @@ class ExpertCache:
 
         An expert may be pinned before it is resident; the pin then holds once it is placed.
         """
-        np.add.at(self._pins[layer], _ids(experts), 1)
+        self._pins[layer] += np.bincount(_ids(experts), minlength=self.num_experts).astype(np.int32)
 
     def unpin(self, layer: int, experts: Iterable[int] | np.ndarray) -> None:
         """Take one pin off each expert.
