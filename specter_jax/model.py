@@ -27,6 +27,7 @@ from specter_jax.engine.slots import SlotPool
 from specter_jax.engine.store import ExpertStore, device_sharding, pin_layer
 from specter_jax.engine.warmup import warm_up
 from specter_jax.errors import InvalidRequestError
+from specter_jax.host_memory import allow_pinned, pinned_error
 from specter_jax.memory import MemoryLedger
 from specter_jax.offload import DEFAULT_POLICY, get_policy, make_eviction
 from specter_jax.runtime_config import DTYPES, RuntimeConfig
@@ -223,7 +224,8 @@ def load(
             new size of request.
 
     Raises:
-        BudgetError: the budget is too small; the message says what is needed.
+        BudgetError: the budget is too small, or pinned host memory is; the message says what is
+            needed.
         InvalidRequestError: an argument is out of range.
         CheckpointError, ConversionError, UnsupportedModelError: the directory cannot be used.
     """
@@ -252,6 +254,8 @@ def load(
         max_context=max_context,
         max_batch=max_batch,
     )
+    pinned_bytes = ledger.expert_bytes * config.num_moe_layers * config.num_experts
+    allow_pinned(pinned_bytes)
     device = jax.devices()[0]
     check_device(device, ledger)
     on_device = device_sharding(device)
@@ -261,7 +265,11 @@ def load(
     for m, layer in enumerate(config.moe_layers):
         draft = checkpoint.load_draft_layer(m, on_device)
         params["draft"][layer_name(layer)] = prepare_draft_layer(draft)
-        stored.append(pin_layer([experts.get(m, e) for e in range(config.num_experts)], device))
+        layer_experts = [experts.get(m, e) for e in range(config.num_experts)]
+        try:
+            stored.append(pin_layer(layer_experts, device))
+        except jax.errors.JaxRuntimeError as error:
+            raise pinned_error(error, pinned_bytes) from error
         if progress is not None:
             progress("loading experts", m + 1, config.num_moe_layers)
     store = ExpertStore(tuple(stored))
