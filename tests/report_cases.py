@@ -116,3 +116,20 @@ def made_up_report(setting):
         "results": [],
         "records": made_up_records(setting),
     }
+
+
+def cell(**fields):
+    """A cell of a result file; figures are invented."""
+    stats = {
+        "tpot_ms": 5.0,
+        "hit_rate": 0.9,
+        "resident_hits": 4,
+        "prefetch_hits": 5,
+        "demand_misses": 1,
+        "depths": {"8": 3, "4": 1},
+        "decode_ms": 100.0,
+        "new_tokens": 21,
+        "sequences": 1,
+    }
+    common = {"model": "big", "budget_gib": 16, "batch": 1, "dataset": "qa", "baseline": False}
+    return {**common, "stats": stats | fields.pop("stats", {}), **fields}

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.metadata
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from specter_jax.cli.option_types import checked, depth_option, positive
@@ -198,13 +199,16 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_policy(parser: argparse.ArgumentParser) -> None:
+def _add_policy(
+    parser: argparse.ArgumentParser, names: Iterable[str] = tuple(POLICIES), note: str = ""
+) -> None:
+    """names: those that help offers; every policy's name is read. note: said behind them."""
     parser.add_argument(
         "--policy",
         type=checked(lambda name: get_policy(name).name),
         default=DEFAULT_POLICY,
         metavar="NAME",
-        help=f"one of {', '.join(POLICIES)} (default {DEFAULT_POLICY})",
+        help=f"one of {', '.join(names)} (default {DEFAULT_POLICY}){note}",
     )
 
 

@@ -1,16 +1,16 @@
 """What `specter plan` accepts."""
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
 from specter_jax.cli.option_types import checked, depth_option, positive, rate
 from specter_jax.planner.cards import CARDS, get_card
+from specter_jax.planner.policies import PREDICTABLE
 from specter_jax.sizes import parse_size
 
 DEFAULT_PROMPTS, DEFAULT_TOKENS = 4, 64
 
-Add = Callable[[argparse.ArgumentParser], None]
+Add = Callable[..., None]
 
 
 def add_plan(commands: Any, add_policy: Add, add_context: Add) -> None:
@@ -57,7 +57,12 @@ def add_plan(commands: Any, add_policy: Add, add_context: Add) -> None:
         metavar="K|auto",
         help="a depth; may be given several times (default 0, 1, 2, 4, 8 and 16)",
     )
-    add_policy(parser)
+    # Others are names all the same, so that their refusal can say why.
+    add_policy(
+        parser,
+        PREDICTABLE,
+        "; those that guess the next layer's experts cannot be predicted from a routing trace",
+    )
     add_context(parser)
     routing = parser.add_argument_group("routing")
     source = routing.add_mutually_exclusive_group()

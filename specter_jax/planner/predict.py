@@ -11,9 +11,10 @@ from specter_jax.errors import BudgetError, InvalidRequestError
 from specter_jax.offload import DEFAULT_POLICY, get_policy
 from specter_jax.planner.calibration import Calibration
 from specter_jax.planner.model import PlannedModel
+from specter_jax.planner.policies import check_policy
 from specter_jax.planner.replay import replay
 from specter_jax.planner.timing import Hardware, Timing
-from specter_jax.planner.traces import RoutingTrace, check_policy
+from specter_jax.planner.traces import RoutingTrace
 from specter_jax.sizes import format_size
 from specter_jax.stats import Stats
 

@@ -21,9 +21,10 @@ from specter_jax.engine.pace import Pace
 from specter_jax.engine.side_work import InlineWork
 from specter_jax.offload import DEFAULT_POLICY, get_policy, make_eviction
 from specter_jax.planner.device import Device, SpanCosts, Store, TimedPool
+from specter_jax.planner.policies import check_policy
 from specter_jax.planner.programs import ReplayPrograms, layer_numbers
 from specter_jax.planner.timing import Timing
-from specter_jax.planner.traces import RoutingTrace, check_policy
+from specter_jax.planner.traces import RoutingTrace
 from specter_jax.runtime_config import RuntimeConfig
 from specter_jax.stats import Stats, StatsRecorder, merge_recorders
 

@@ -18,7 +18,6 @@ import numpy as np
 
 from specter_jax.config import ModelConfig
 from specter_jax.errors import InvalidRequestError
-from specter_jax.offload import get_policy
 
 MIN_OUTPUTS = 2
 """Fewest outputs of a prompt: time per token is counted from the first one on."""
@@ -75,12 +74,23 @@ class RoutingTrace:
         chosen = np.unique(np.linspace(0, self.num_prompts - 1, count).round().astype(int))
         outputs = min(num_outputs, self.target_argmax.shape[1])
         end = self.prompt_tokens + outputs
+        taken = self.take(chosen)
+        return dataclasses.replace(
+            taken,
+            target_experts=taken.target_experts[:, :, :end],
+            draft_experts=taken.draft_experts[:, :, :end],
+            target_argmax=taken.target_argmax[:, :outputs],
+            draft_argmax=taken.draft_argmax[:, :outputs],
+        )
+
+    def take(self, prompts: np.ndarray) -> RoutingTrace:
+        """The prompts of these numbers, int [n]."""
         return dataclasses.replace(
             self,
-            target_experts=self.target_experts[:, chosen, :end],
-            draft_experts=self.draft_experts[:, chosen, :end],
-            target_argmax=self.target_argmax[chosen, :outputs],
-            draft_argmax=self.draft_argmax[chosen, :outputs],
+            target_experts=self.target_experts[:, prompts],
+            draft_experts=self.draft_experts[:, prompts],
+            target_argmax=self.target_argmax[prompts],
+            draft_argmax=self.draft_argmax[prompts],
         )
 
     def fitted(self, config: ModelConfig) -> RoutingTrace:
@@ -202,15 +212,6 @@ def bundled_trace(config: ModelConfig) -> RoutingTrace:
         f"no trace in the package fits {config.num_moe_layers} MoE layers of {config.num_experts} "
         f"experts, {config.top_k} a token: give one with --trace, or record one with --record"
     )
-
-
-def check_policy(policy: str) -> None:
-    """Raises InvalidRequestError if a policy's time cannot be predicted from a routing trace."""
-    if get_policy(policy).prefetch == "next_layer":
-        raise InvalidRequestError(
-            f"policy {policy} guesses the next layer's experts, which a routing trace does not "
-            "tell: its time cannot be predicted"
-        )
 
 
 def _check(trace: RoutingTrace, what: str) -> None:

@@ -9,6 +9,7 @@ from specter_jax.errors import InvalidRequestError
 from specter_jax.offload import get_policy
 from specter_jax.planner.calibration import Calibration
 from specter_jax.planner.model import PlannedModel
+from specter_jax.planner.policies import PREDICTABLE
 from specter_jax.planner.predict import Comparison, compare
 from specter_jax.planner.replay import replay
 from specter_jax.planner.timing import Hardware, Timing
@@ -27,7 +28,7 @@ Key = tuple[str, str]
 def is_predictable(cell: Mapping[str, Any]) -> bool:
     """Whether a trace tells what the cell's policy does: one sequence, no next-layer guess."""
     one_sequence = int(cell.get("batch") or 1) == 1
-    return one_sequence and get_policy(cell["policy"]).prefetch != "next_layer"
+    return one_sequence and get_policy(cell["policy"]).name in PREDICTABLE
 
 
 def with_plain_decoding(cells: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -69,7 +70,7 @@ def _tokens_each(cell: Mapping[str, Any]) -> int | None:
 def predict_measured(
     cells: Iterable[Mapping[str, Any]],
     models: Mapping[Key, PlannedModel],
-    traces: Mapping[str, RoutingTrace],
+    traces: Mapping[str | Key, RoutingTrace],
     hardware: Hardware,
     calibration: Calibration,
     progress: Callable[[Mapping[str, Any]], None] | None = None,
@@ -79,11 +80,12 @@ def predict_measured(
     The parts are times of drafting and of verifying, per iteration.
 
     Slots and the length of the output are those of the measured run. Equal cells but for their
-    dataset are replayed once: one trace stands for all texts.
+    dataset are replayed once, where one trace stands for all texts.
 
     Args:
         cells: with `MEASURED_KEYS`, `slots`, and `tpot_ms` or `stats` that has it.
-        models: by name and expert format. traces: by name of the model.
+        models: by name and expert format. traces: by name of the model and dataset, or by the name
+            alone for all datasets that have none of their own.
         progress: called with each row that is finished.
 
     Raises:
@@ -93,13 +95,13 @@ def predict_measured(
     rows = []
     for cell in filter(is_predictable, cells):
         key = (cell["model"], cell["expert_format"])
-        if key not in models or cell["model"] not in traces:
+        text: str | Key = (cell["model"], cell.get("dataset") or "")
+        text = text if text in traces else cell["model"]
+        if key not in models or text not in traces:
             raise InvalidRequestError(f"no model or no trace for {', '.join(key)}")
-        same = (*key, cell["slots"], cell["policy"], cell["depth"], _tokens_each(cell))
+        same = (*key, text, cell["slots"], cell["policy"], cell["depth"], _tokens_each(cell))
         if same not in replayed:
-            replayed[same] = _replay(
-                cell, models[key], traces[cell["model"]], hardware, calibration
-            )
+            replayed[same] = _replay(cell, models[key], traces[text], hardware, calibration)
         measured = cell.get("tpot_ms", (cell.get("stats") or {}).get("tpot_ms"))
         row = {name: cell.get(name) for name in MEASURED_KEYS} | {"slots": cell["slots"]}
         rows.append(row | replayed[same] | {"measured_tpot_ms": measured} | _parts(cell))

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from specter_jax.report.figures_end_to_end import draw_end_to_end
+from specter_jax.report.figures_prefill import draw_prefill
 from specter_jax.report.figures_routing import (
     draw_batch_experts,
     draw_distinct,
@@ -14,14 +16,12 @@ from specter_jax.report.figures_routing import (
 )
 from specter_jax.report.figures_systems import (
     draw_batch,
-    draw_end_to_end,
     draw_hit_rate,
     draw_planner,
 )
 from specter_jax.report.figures_time import (
     draw_depth,
     draw_draft_formats,
-    draw_prefill,
     draw_verification,
 )
 from specter_jax.report.figures_timeline import draw_timeline
@@ -117,7 +117,8 @@ CATALOGUE = (
         "Time per token end to end",
         "One sequence at a time. Systems are configurations of this runtime with the same kernels, "
         "see the table of systems; only transformers is its own library. Where a system was not "
-        "run at its own depth, its fastest fixed depth stands for it. On a CPU transfers cost next "
+        "run at its own depth, its fastest fixed depth stands for it. With random weights only the "
+        "time means anything, not the text. On a CPU transfers cost next "
         "to nothing, so that times there differ by the work of the host, not by waiting.",
         draw_end_to_end,
     ),

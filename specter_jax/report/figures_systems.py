@@ -1,14 +1,16 @@
-"""Figures that compare systems and policies: 14, 15, 17, and the planner against measurement."""
+"""Figures that compare systems and policies: 15, 17, and the planner against measurement."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
+from specter_jax.report.panels import budgets_of, by_experts, filled, place_name
+from specter_jax.report.sources import budget_of, format_of
 from specter_jax.report.style import (
     BLACK,
-    FULL_WIDTH,
     GREY,
     Panel,
     bar_style,
@@ -16,6 +18,7 @@ from specter_jax.report.style import (
     grid,
     grouped,
     legend_below,
+    legend_of_all,
     line_style,
     listed,
     log_axis,
@@ -25,122 +28,8 @@ from specter_jax.report.style import (
 
 Records = list[dict[str, Any]]
 
-WIDE_RANGE = 30.0
-"""Ratio of the largest to the smallest bar above which bars are shown on a logarithmic axis."""
-ALL = "geometric mean"
-
-
-def draw_end_to_end(records: Records) -> Panel | None:
-    """Figure 14: time per token of models x data sets x budgets x systems."""
-    records = [record for record in records if record.get("tpot_ms")]
-    if not records:
-        return None
-    models, budgets = list(grouped(records, "model")), list(grouped(records, "budget"))
-    where = places(sorted({record["system"] for record in records}, key=_order))
-    figure, axes = grid(len(models), len(budgets), 2.2, FULL_WIDTH)
-    for row, model in zip(axes, models, strict=True):
-        for panel, budget in zip(row, budgets, strict=True):
-            ours = [r for r in records if (r["model"], r["budget"]) == (model, budget)]
-            if ours:
-                _end_to_end_bars(panel, ours, where)
-            else:
-                panel.text(0.5, 0.5, "not measured", ha="center", transform=panel.transAxes)
-            panel.set_title(f"{model}, {budget}")
-        row[0].set_ylabel("time per token, ms")
-    handles = [panel for row in axes for panel in row if panel.get_legend_handles_labels()[0]]
-    fullest = max(handles, key=lambda panel: len(panel.get_legend_handles_labels()[0]))
-    legend_below(figure, fullest)
-    return Panel(
-        svg_of(figure),
-        _end_to_end_sentence(records),
-        [
-            {
-                "model": record["model"],
-                "budget": record["budget"],
-                "dataset": record["dataset"],
-                "system": record["system"],
-                "depth": record.get("depth"),
-                "TPOT, ms": record["tpot_ms"],
-                "hit rate": (record.get("stats") or {}).get("hit_rate"),
-                "acceptance": (record.get("stats") or {}).get("acceptance_rate"),
-            }
-            for record in records
-        ],
-    )
-
-
-def _is_ours(system: str) -> bool:
-    return system.partition(",")[0] == "specter"
-
-
-def _order(system: str) -> tuple[bool, str]:
-    """Ours last."""
-    return _is_ours(system), system
-
-
-def _end_to_end_bars(axes: Any, records: Records, where: dict[str, int]) -> None:
-    datasets = list(grouped(records, "dataset"))
-    systems = [name for name in where if any(r["system"] == name for r in records)]
-    groups = [*datasets, ALL] if len(datasets) > 1 else datasets
-    width = 0.84 / len(systems)
-    for place, system in enumerate(systems):
-        times = {r["dataset"]: r["tpot_ms"] for r in records if r["system"] == system}
-        if len(times) == len(datasets) > 1:
-            times[ALL] = _geometric_mean(list(times.values()))
-        x = np.array([groups.index(name) for name in times])
-        x = x + (place - (len(systems) - 1) / 2) * width
-        axes.bar(x, list(times.values()), width, label=system, **bar_style(where[system]))
-    values = [record["tpot_ms"] for record in records]
-    if max(values) > WIDE_RANGE * min(values):
-        log_axis(axes)
-    if len(datasets) > 1:
-        axes.axvline(len(datasets) - 0.5, color=GREY, linewidth=0.8, linestyle=":")
-    axes.set_xticks(range(len(groups)), groups, rotation=35, ha="right", fontsize=7)
-
-
-def _end_to_end_sentence(records: Records) -> str:
-    """Systems on the geometric mean over the cells that all of them ran in.
-
-    Where there is no such cell, those that ran in the fewest are left aside until there is one.
-    """
-    cells = grouped(records, "model", "budget", "dataset")
-    every = sorted({record["system"] for record in records}, key=_order)
-    systems, common = every, _cells_of_all(cells, every)
-    while not common and len(systems) > 2:
-        counts = [sum(r["system"] == name for r in records) for name in systems]
-        # Of equals the first: ours come last.
-        rarest = systems[counts.index(min(counts))]
-        systems = [name for name in systems if name != rarest]
-        common = _cells_of_all(cells, systems)
-    if not common:
-        return f"Time per output token of {listed(every)}; no cell was run by all of them."
-    means = {
-        system: _geometric_mean(
-            [r["tpot_ms"] for cell in common for r in cell if r["system"] == system]
-        )
-        for system in systems
-    }
-    ranked = sorted(means, key=means.get)
-    shown = listed([f"{name} {means[name]:.2f} ms" for name in ranked])
-    who = "all systems" if systems == every else f"these {len(systems)} systems"
-    text = f"Geometric mean over the {len(common)} cells that {who} ran in: {shown}"
-    ours = [name for name in ranked if _is_ours(name)]
-    rivals = [name for name in ranked if not _is_ours(name)]
-    if ours and rivals:
-        ratio = means[ours[0]] / means[rivals[0]]
-        text += (
-            f"; {ours[0]} takes {ratio:.2f} times as long as {rivals[0]}, the best of the others"
-        )
-    return f"{text}."
-
-
-def _cells_of_all(cells: dict[Any, Records], systems: list[str]) -> list[Records]:
-    """Those that every one of the systems ran in."""
-    return [cell for cell in cells.values() if {r["system"] for r in cell} >= set(systems)]
-
-
-def _geometric_mean(values: list[float]) -> float:
-    return float(np.exp(np.mean(np.log(values))))
+MAX_COLUMNS = 3
+"""Of panels beside each other."""
 
 
 def draw_batch(records: Records) -> Panel:
@@ -189,45 +78,61 @@ def draw_batch(records: Records) -> Panel:
 
 
 def draw_hit_rate(records: Records) -> Panel:
-    """Figure 17: expert uses that never waited, by policy and budget."""
-    models = grouped(records, "model")
+    """Figure 17: expert uses that never waited, by policy and budget; models and formats apart."""
+    found = by_experts(records)
     order = ("lru", "lru-s", "sp-e", "sp-l", "lookahead")
     names = [name for name in order if any(r["policy"] == name for r in records)]
     names += [name for name in grouped(records, "policy") if name not in names]
     where = places(names)
-    figure, (row,) = grid(1, len(models), 3.0, sharey=True)
-    for axes, (model, ours) in zip(row, models.items(), strict=True):
-        budgets = list(grouped(ours, "budget"))
-        width = 0.84 / len(names)
-        for place, policy in enumerate(names):
-            mine = grouped([r for r in ours if r["policy"] == policy], "budget")
-            x = np.array([budgets.index(budget) for budget in mine], float)
-            x += (place - (len(names) - 1) / 2) * width
-            rates = [_mean([r["hit_rate"] for r in found]) * 100 for found in mine.values()]
-            resident = [_mean([r["resident"] for r in found]) * 100 for found in mine.values()]
-            bars = axes.bar(x, rates, width, label=policy, **bar_style(where[policy]))
-            axes.bar_label(bars, [f"{rate:.0f}" for rate in rates], fontsize=6, padding=1)
-            axes.hlines(resident, x - width / 2, x + width / 2, color=BLACK, linewidth=1.2)
-        axes.set_xticks(range(len(budgets)), budgets)
-        axes.set_title(model)
-        axes.set_ylim(0, 108)
-    row[0].set_ylabel("expert uses without a wait, %")
-    legend_below(figure, row[0])
+    columns = min(len(found), MAX_COLUMNS)
+    figure, rows = grid(math.ceil(len(found) / columns), columns, 2.6, sharey=True)
+    every = [axes for row in rows for axes in row]
+    for axes, (place, ours) in zip(every, found.items(), strict=False):
+        _hit_rate_bars(axes, ours, where)
+        axes.set_title(place_name(place))
+    for axes in every[len(found) :]:
+        axes.set_axis_off()
+    for row in rows:
+        row[0].set_ylabel("expert uses without a wait, %")
+    legend_of_all(figure, every, names)
     return Panel(svg_of(figure), _hit_rate_sentence(records), _hit_rate_rows(records))
 
 
+def _hit_rate_bars(axes: Any, records: Records, where: dict[str, int]) -> None:
+    budgets = budgets_of(records)
+    names = [name for name in where if any(r["policy"] == name for r in records)]
+    width = 0.84 / len(names)
+    for place, policy in enumerate(names):
+        mine = [r for r in records if r["policy"] == policy]
+        by_budget = {
+            budget: ours
+            for budget in budgets
+            if (ours := [r for r in mine if (budget_of(r) or "") == budget])
+        }
+        x = np.array([budgets.index(budget) for budget in by_budget], float)
+        x += (place - (len(names) - 1) / 2) * width
+        rates = [_mean([r["hit_rate"] for r in found]) * 100 for found in by_budget.values()]
+        resident = [_mean([r["resident"] for r in found]) * 100 for found in by_budget.values()]
+        bars = axes.bar(x, rates, width, label=policy, **bar_style(where[policy]))
+        axes.bar_label(bars, [f"{rate:.0f}" for rate in rates], fontsize=6, padding=1)
+        axes.hlines(resident, x - width / 2, x + width / 2, color=BLACK, linewidth=1.2)
+    axes.set_xticks(range(len(budgets)), budgets)
+    axes.set_ylim(0, 108)
+
+
 def _hit_rate_sentence(records: Records) -> str:
-    tightest = {model: ours[0]["budget"] for model, ours in grouped(records, "model").items()}
     parts = []
-    for model, budget in tightest.items():
-        ours = [r for r in records if (r["model"], r["budget"]) == (model, budget)]
+    for place, found in by_experts(records).items():
+        budget = budgets_of(found)[0]
+        ours = [r for r in found if (budget_of(r) or "") == budget]
         rates = {
-            policy: _mean([r["hit_rate"] for r in found])
-            for policy, found in grouped(ours, "policy").items()
+            policy: _mean([r["hit_rate"] for r in of_policy])
+            for policy, of_policy in grouped(ours, "policy").items()
         }
         best = max(rates, key=rates.get)
         others = listed([f"{name} {rates[name]:.1%}" for name in rates if name != best])
-        parts.append(f"{best} {rates[best]:.1%} against {others} ({model}, {budget})")
+        against = f" against {others}" if others else ""
+        parts.append(f"{best} {rates[best]:.1%}{against} ({place_name(place)}, {budget})")
     return (
         f"Share of expert uses that never wait: {'; '.join(parts)}; the black line is the part "
         "that was resident before the iteration, the rest was prefetched in time."
@@ -235,8 +140,14 @@ def _hit_rate_sentence(records: Records) -> str:
 
 
 def _hit_rate_rows(records: Records) -> Records:
-    keys = ("model", "budget", "policy", "depth", "hit_rate", "resident", "prefetched", "waited")
-    return [{key: record.get(key) for key in keys} for record in records]
+    keys = ("dataset", "policy", "depth", "hit_rate", "resident", "prefetched", "waited")
+    return filled(
+        [
+            {"model": r["model"], "experts": format_of(r), "budget": budget_of(r)}
+            | {key: r.get(key) for key in keys}
+            for r in records
+        ]
+    )
 
 
 def _mean(values: list[float]) -> float:
@@ -277,9 +188,11 @@ def draw_planner(records: Records) -> Panel:
         [
             {
                 "model": record["model"],
+                "experts": format_of(record),
                 "budget": record.get("budget"),
                 "dataset": record.get("dataset"),
                 "system": record["system"],
+                "depth": record.get("depth"),
                 "predicted TPOT, ms": record["predicted_tpot_ms"],
                 "measured TPOT, ms": record["measured_tpot_ms"],
                 "error": _error(record),

@@ -1,4 +1,4 @@
-"""Figures of time: 7 (depth), 10 (prefill), 11 (formats of the draft), 12 (ways to verify)."""
+"""Figures of time: 7 (depth), 11 (formats of the draft), 12 (ways to verify)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from specter_jax.report.panels import by_budget, filled
+from specter_jax.report.sources import budget_of, format_of
 from specter_jax.report.style import (
     BLACK,
     Panel,
@@ -17,46 +19,50 @@ from specter_jax.report.style import (
     line_style,
     listed,
     log_axis,
+    mark_log,
     places,
     svg_of,
 )
 
 Records = list[dict[str, Any]]
 
+WIDE_RANGE = 10.0
+"""Ratio of the largest to the smallest time above which a logarithmic axis shows both."""
+
 
 def draw_depth(records: Records) -> Panel:
     """Figure 7: time per token over depth, the least marked, and what `auto` chose."""
-    models = grouped(records, "model")
-    figure, (row,) = grid(1, len(models), 3.0)
+    models = {
+        model: sorted(curves, key=by_budget) for model, curves in grouped(records, "model").items()
+    }
+    records = [record for curves in models.values() for record in curves]
+    figure, (row,) = grid(1, len(models), 3.2 + 0.2 * max(map(len, models.values())))
     for axes, (model, curves) in zip(row, models.items(), strict=True):
         depths = sorted({point["depth"] for curve in curves for point in curve["points"]})
         for place, curve in enumerate(curves):
             points = curve["points"]
             style = line_style(place)
             x = [depths.index(point["depth"]) for point in points]
-            axes.plot(x, [point["tpot_ms"] for point in points], label=_where(curve), **style)
-            best = _best(curve)
-            label = "least" if place == 0 else None
-            spot = (depths.index(best["depth"]), best["tpot_ms"])
-            axes.plot(*spot, "*", color=BLACK, markersize=12, label=label, zorder=5)
-            auto = curve.get("auto")
+            label, auto = _where(curve), curve.get("auto")
             if auto:
                 axes.axhline(auto["tpot_ms"], color=style["color"], linewidth=1, linestyle=":")
-                axes.annotate(
-                    f"auto: {auto['tpot_ms']:.2f}, mostly depth {auto['depth']}",
-                    (0.98, auto["tpot_ms"]),
-                    xycoords=("axes fraction", "data"),
-                    xytext=(0, 2),
-                    textcoords="offset points",
-                    ha="right",
-                    fontsize=7,
-                    color=style["color"],
-                    bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1},
-                )
-        axes.set_ylim(bottom=0)
+                told = f"auto (dotted) {auto['tpot_ms']:.2f}, mostly depth {auto['depth']}"
+                label = "\n".join(filter(None, (label, told)))
+            axes.plot(x, [point["tpot_ms"] for point in points], label=label, **style)
+            best = _best(curve)
+            label = "least" if place == len(curves) - 1 else None
+            spot = (depths.index(best["depth"]), best["tpot_ms"])
+            axes.plot(*spot, "*", color=BLACK, markersize=9, label=label, zorder=5)
+        times = [point["tpot_ms"] for curve in curves for point in curve["points"]]
+        if max(times) > WIDE_RANGE * min(times):
+            log_axis(axes)
+            mark_log(axes)
+        else:
+            axes.set_ylim(bottom=0)
         even_ticks(axes, depths, "depth (0: plain decoding)")
         axes.set_title(model)
-        axes.legend(loc="lower left", fontsize=7)
+        # Below: curves may be anywhere within.
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), fontsize=7)
     row[0].set_ylabel("time per output token, ms")
     return Panel(svg_of(figure), _depth_sentence(records), _depth_rows(records))
 
@@ -66,8 +72,9 @@ def _best(curve: dict[str, Any]) -> dict[str, Any]:
 
 
 def _where(record: dict[str, Any]) -> str:
-    parts = (record.get("budget"), record.get("expert_format"), record.get("dataset"))
-    return ", ".join(str(part) for part in parts if part and part != "None")
+    name = format_of(record)
+    parts = (budget_of(record), f"{name} experts" if name else None, record.get("dataset"))
+    return ", ".join(str(part) for part in parts if part)
 
 
 def _depth_sentence(records: Records) -> str:
@@ -93,7 +100,9 @@ def _depth_rows(records: Records) -> Records:
         rows += [
             {
                 "model": record["model"],
-                "budget": _where(record),
+                "experts": format_of(record),
+                "budget": budget_of(record),
+                "dataset": record.get("dataset"),
                 "depth": depth,
                 "TPOT, ms": point["tpot_ms"],
                 "acceptance": (point.get("stats") or {}).get("acceptance_rate"),
@@ -101,61 +110,7 @@ def _depth_rows(records: Records) -> Records:
             }
             for depth, point in points
         ]
-    return rows
-
-
-def draw_prefill(records: Records) -> Panel:
-    """Figure 10: prefill latency and peak memory over prompt length."""
-    models = grouped(records, "model")
-    where = places(record["system"] for record in records)
-    figure, (above, below) = grid(2, len(models), 2.5)
-    lengths = sorted({record["tokens"] for record in records})
-    largest = max(record["peak_device_bytes"] or 0 for record in records)
-    unit, unit_name = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
-    for column, (model, ours) in enumerate(models.items()):
-        for (system, budget), curve in grouped(ours, "system", "budget").items():
-            curve = sorted(curve, key=lambda record: record["tokens"])
-            x = [lengths.index(record["tokens"]) for record in curve]
-            label = f"{system}, {budget}" if budget else system
-            style = line_style(where[system])
-            above[column].plot(x, [record["prefill_ms"] for record in curve], label=label, **style)
-            peaks = [(at, r["peak_device_bytes"]) for at, r in zip(x, curve, strict=True)]
-            peaks = [(at, peak / unit) for at, peak in peaks if peak]
-            below[column].plot(*zip(*peaks, strict=True), label=label, **style) if peaks else None
-        above[column].set_title(model)
-        log_axis(above[column])
-        below[column].set_ylim(bottom=0)
-        for axes in (above[column], below[column]):
-            even_ticks(axes, lengths, "prompt, tokens")
-    above[0].set_ylabel("prefill, ms (log)")
-    below[0].set_ylabel(f"peak device memory, {unit_name}")
-    legend_below(figure, above[0], columns=4)
-    return Panel(
-        svg_of(figure),
-        _prefill_sentence(records),
-        [
-            {
-                "model": record["model"],
-                "system": record["system"],
-                "budget": record.get("budget"),
-                "tokens": record["tokens"],
-                "prefill, ms": record["prefill_ms"],
-                "peak, MiB": record["peak_device_bytes"] and record["peak_device_bytes"] / 2**20,
-            }
-            for record in records
-        ],
-    )
-
-
-def _prefill_sentence(records: Records) -> str:
-    parts = []
-    for model, ours in grouped(records, "model").items():
-        longest = max(record["tokens"] for record in ours)
-        at_longest = [record for record in ours if record["tokens"] == longest]
-        at_longest.sort(key=lambda record: record["prefill_ms"])
-        times = [f"{record['prefill_ms']:.0f} ms ({record['system']})" for record in at_longest[:4]]
-        parts.append(f"{listed(times)} for {longest} tokens on {model}")
-    return f"Prefill takes {'; '.join(parts)}."
+    return filled(rows)
 
 
 def draw_draft_formats(records: Records) -> Panel:

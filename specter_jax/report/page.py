@@ -10,6 +10,7 @@ from jinja2 import Environment
 from specter_jax.report import SMALL, TRUE_SIZE
 from specter_jax.report.catalogue import CATALOGUE, Entry
 from specter_jax.report.page_template import TEMPLATE
+from specter_jax.report.sources import about, files_of, source_rows
 from specter_jax.report.style import Panel, drawing
 from specter_jax.sizes import format_size
 from specter_jax.systems import SYSTEMS
@@ -20,11 +21,15 @@ MAX_TABLE_ROWS = 400
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """A figure's panel in one setting; None where nothing was measured."""
+    """A figure's panel in one setting; None where nothing was measured.
+
+    about: models, formats, budgets and files of what comes from files; else "".
+    """
 
     setting: str
     heading: str
     panel: Panel | None
+    about: str = ""
 
 
 def render_page(report: dict[str, Any]) -> str:
@@ -43,6 +48,7 @@ def render_page(report: dict[str, Any]) -> str:
         traced=_traced(report),
         systems=list(SYSTEMS.values()),
         figures=figures,
+        sources=_sources(report),
         max_rows=MAX_TABLE_ROWS,
     )
 
@@ -67,8 +73,20 @@ def _shown(entry: Entry, report: dict[str, Any]) -> list[Shown]:
     shown = []
     for setting in settings or [TRUE_SIZE]:
         ours = [record for record in records if record["setting"] == setting]
-        shown.append(Shown(setting, _heading(setting, report), entry.draw(ours) if ours else None))
+        panel = entry.draw(ours) if ours else None
+        from_files = setting == TRUE_SIZE and panel is not None
+        told = f"{about(ours)} {files_of(ours)}".strip() if from_files else ""
+        shown.append(Shown(setting, _heading(setting, report), panel, told))
     return shown
+
+
+def _sources(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of the table of sources, figure by figure."""
+    rows = []
+    for entry in CATALOGUE:
+        records = report["records"].get(entry.section, [])
+        rows += source_rows(entry.number, [r for r in records if r["setting"] == TRUE_SIZE])
+    return rows
 
 
 def _heading(setting: str, report: dict[str, Any]) -> str:

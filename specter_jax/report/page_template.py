@@ -99,6 +99,9 @@ not a large model's.</p>
 {% else %}
 <figure><img src="{{ one.panel.data_uri }}" alt="{{ one.panel.sentence }}">
 <figcaption>{{ one.panel.sentence }}</figcaption></figure>
+{% if one.about %}
+<p class="method">{{ one.about }}</p>
+{% endif %}
 <details><summary>numbers</summary>
 {{ table(one.panel.rows) }}
 </details>
@@ -106,6 +109,14 @@ not a large model's.</p>
 {% endfor %}
 </section>
 {% endfor %}
+{% if sources %}
+<section id="sources">
+<h2>Sources of the true-size figures</h2>
+<p class="method">Files of results and of recorded routing, with the commit and the day of the run;
+a dash where the file does not say.</p>
+{{ table(sources) }}
+</section>
+{% endif %}
 </body>
 </html>
 """

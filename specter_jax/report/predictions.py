@@ -12,10 +12,15 @@ from typing import Any
 
 from specter_jax.report import TRUE_SIZE
 from specter_jax.report.result_records import system_name
+from specter_jax.report.sources import origin
+from specter_jax.report.style import grouped
 from specter_jax.systems import SYSTEMS
 
 Cell = Mapping[str, Any]
 Key = tuple[str, int, str, str, str]
+
+RUN = ("model", "budget_gib", "expert_format", "policy", "dataset")
+"""What a row has in common with the measured cell it is for: plain decoding stands in another's."""
 
 
 def is_prediction(content: Mapping[str, Any]) -> bool:
@@ -29,8 +34,18 @@ def prediction_records(files: Sequence[Cell], cells: Iterable[Cell]) -> list[dic
     files: contents of files, of which those with predictions count. cells: of `h200.py`.
     """
     rows = [row for file in files for row in file.get("planner") or []]
+    cells = list(cells)
     if rows:
-        return [_record(row, row["predicted_tpot_ms"], row["measured_tpot_ms"]) for row in rows]
+        runs = grouped(cells, *RUN)
+        return [
+            _record(
+                row,
+                row["predicted_tpot_ms"],
+                row["measured_tpot_ms"],
+                runs.get(tuple(row.get(name) for name in RUN), []),
+            )
+            for row in rows
+        ]
     predicted = {}
     for plan in filter(is_prediction, files):
         model = PurePath(str(plan["model"])).name
@@ -44,11 +59,14 @@ def prediction_records(files: Sequence[Cell], cells: Iterable[Cell]) -> list[dic
         guess = cell.get("predicted_tpot_ms", predicted.get(_key_of(cell)))
         measured = cell["stats"].get("tpot_ms")
         if guess is not None and measured is not None:
-            records.append(_record(cell, float(guess), float(measured)))
+            records.append(_record(cell, float(guess), float(measured), [cell]))
     return records
 
 
-def _record(cell: Cell, predicted: float, measured: float) -> dict[str, Any]:
+def _record(
+    cell: Cell, predicted: float, measured: float, measurements: Sequence[Cell]
+) -> dict[str, Any]:
+    """measurements: entries that the measured time may be from, for its source."""
     budget = cell.get("budget_gib")
     return {
         "model": str(cell.get("model", "?")),
@@ -60,6 +78,7 @@ def _record(cell: Cell, predicted: float, measured: float) -> dict[str, Any]:
         "dataset": str(cell.get("dataset") or "mixed"),
         "predicted_tpot_ms": predicted,
         "measured_tpot_ms": measured,
+        "sources": origin(*measurements),
     }
 
 

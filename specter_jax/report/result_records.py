@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specter_jax.report import TRUE_SIZE
-from specter_jax.report.measure_experts import EXPERT_WISE, FUSED_INT4, TOKEN_WISE
+from specter_jax.report.kernel_records import draft_records, verification_records
 from specter_jax.report.measure_runs import HIT_RATE_POLICIES, most_used, use_shares
 from specter_jax.report.measure_timeline import median_iteration
+from specter_jax.report.sources import origin
 from specter_jax.systems import SYSTEMS
 
 Record = dict[str, Any]
@@ -22,13 +23,6 @@ ANY = "any"
 """Dataset of a cell whose time does not depend on the text: it stands for every dataset."""
 PLACE = ("model", "budget", "expert_format", "dataset")
 """What two cells must share to be compared."""
-KERNELS = {
-    "ffn": EXPERT_WISE,
-    "ffn nested": f"{EXPERT_WISE}, nested weights",
-    "ffn token-wise": TOKEN_WISE,
-    "ffn ragged_dot": "ragged_dot",
-}
-DRAFT_KERNELS = {"draft": FUSED_INT4}
 
 
 def records_of(content: Mapping[str, Any]) -> Records:
@@ -39,9 +33,9 @@ def records_of(content: Mapping[str, Any]) -> Records:
     records = {
         "depth": list(_depth_records([cell for cell in single if not cell.get("baseline")])),
         "timeline": list(_timelines(content.get("timelines") or [])),
-        "prefill": _by_format(_prefill_records(content.get("prefill") or []), "system"),
-        "draft": list(_draft_records(kernels)),
-        "verification": list(_verification_records(kernels)),
+        "prefill": list(_prefill_records(content.get("prefill") or [])),
+        "draft": list(draft_records(kernels)),
+        "verification": list(verification_records(kernels)),
         "end_to_end": _by_format(_end_to_end(single), "system"),
         "batch": _by_format(_batch_records(cells), "system"),
         "hit_rate": _by_format(
@@ -60,6 +54,11 @@ def _common(source: Mapping[str, Any]) -> Record:
     if source.get("expert_format"):
         record["expert_format"] = source["expert_format"]
     return record
+
+
+def _weights(source: Mapping[str, Any]) -> Record:
+    """Says so where weights were not a trained model's."""
+    return {"weights": source["weights"]} if source.get("weights") else {}
 
 
 def batch_of(cell: Mapping[str, Any]) -> int:
@@ -112,6 +111,9 @@ def _end_to_end(cells: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
             "tpot_ms": cell["stats"]["tpot_ms"],
             "floor_ms": (cell.get("floor_ms") or {}).get("tpot_ms"),
             "stats": cell["stats"],
+            **_weights(cell),
+            "any_text": bool(cell.get("any_text")),
+            "sources": origin(cell),
         }
         system = SYSTEMS.get(record["system"])
         rank = (system is not None and system.depth != record["depth"], record["tpot_ms"])
@@ -134,24 +136,27 @@ def _on_datasets(cells: Sequence[Mapping[str, Any]]) -> Iterable[Mapping[str, An
             yield cell
             continue
         for name in names:
-            yield {**cell, "dataset": name}
+            yield {**cell, "dataset": name, "any_text": True}
 
 
 def _depth_records(cells: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
     """Cells of one place under `lookahead` at two or more depths, plain decoding among them."""
     groups: dict[str, tuple[Record, dict[str, Mapping[str, Any]]]] = {}
+    members: dict[str, list[Mapping[str, Any]]] = {}
     for cell in cells:
         policy = cell.get("policy") or SYSTEMS[DEFAULT_SYSTEM].policy
         ours = policy == "lookahead" and cell.get("system") in (None, DEFAULT_SYSTEM)
         if not ours or cell["stats"].get("tpot_ms") is None:
             continue
         common = {**_common(cell), "policy": policy, "dataset": _dataset(cell)}
-        by_depth = groups.setdefault(json.dumps(common), (common, {}))[1]
+        key = json.dumps(common)
+        by_depth = groups.setdefault(key, (common, {}))[1]
+        members.setdefault(key, []).append(cell)
         by_depth[str(cell.get("depth", AUTO))] = cell["stats"]
         plain = cell.get("plain")
         if plain and plain.get("tpot_ms") is not None:
             by_depth.setdefault("0", plain)
-    for common, by_depth in groups.values():
+    for key, (common, by_depth) in groups.items():
         points = [
             {"depth": int(depth), "tpot_ms": stats["tpot_ms"]}
             for depth, stats in by_depth.items()
@@ -160,6 +165,7 @@ def _depth_records(cells: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
         if len(points) < 2:
             continue
         record = {**common, "points": sorted(points, key=lambda point: point["depth"])}
+        record["sources"] = origin(*members[key])
         if AUTO in by_depth:
             stats = by_depth[AUTO]
             depth = most_used(stats.get("depths") or {})
@@ -183,6 +189,7 @@ def _batch_records(cells: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
             "dataset": _dataset(cell),
             "tpot_ms": stats.get("tpot_ms"),
             "tokens_per_s": (tokens - stats.get("sequences", batch_of(cell))) / decode_ms * 1e3,
+            "sources": origin(cell),
         }
         key = json.dumps([record.get(name) for name in (*PLACE, "system", "depth")])
         groups.setdefault(key, []).append(record)
@@ -206,6 +213,7 @@ def _hit_rates(cells: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
                 "depth": cell.get("depth"),
                 "dataset": _dataset(cell),
                 **shares,
+                "sources": origin(cell),
             }
 
 
@@ -232,7 +240,10 @@ def _prefill_records(rows: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
                 "system": system_name(row),
                 "tokens": int(tokens),
                 "prefill_ms": float(time_ms),
+                "transfer_ms": _first(row, stats, "transfer_ms"),
                 "peak_device_bytes": _first(row, stats, "peak_device_bytes", "peak_bytes"),
+                **_weights(row),
+                "sources": origin(row),
             }
 
 
@@ -241,41 +252,14 @@ def _first(row: Mapping[str, Any], stats: Mapping[str, Any], *names: str) -> Any
     return next(found, None)
 
 
-def _verification_records(rows: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
-    for row in rows:
-        order = KERNELS.get(row.get("kernel"))
-        if order is not None and "us" in row and row.get("num_rows"):
-            yield {
-                "model": str(row.get("shape") or row.get("model")),
-                "setting": TRUE_SIZE,
-                "order": order,
-                "positions": int(row["num_rows"]),
-                "layer_ms": row["us"] / 1e3,
-            }
-
-
-def _draft_records(rows: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
-    """Rows that say which format of the draft's experts they timed, as whole steps or as layers."""
-    for row in rows:
-        variant = row.get("format") or DRAFT_KERNELS.get(row.get("kernel"))
-        milliseconds = row["us"] / 1e3 if "us" in row else row.get("ms", row.get("tpot_ms"))
-        if variant is None or milliseconds is None:
-            continue
-        batch = int(row.get("num_rows") or row.get("batch") or 1)
-        yield {
-            "model": str(row.get("shape") or row.get("model")),
-            "setting": TRUE_SIZE,
-            "format": variant,
-            "batch": batch,
-            "scope": row.get("scope", "one MoE layer" if "kernel" in row else "draft step"),
-            "tpot_ms": milliseconds,
-            "tokens_per_s": batch / milliseconds * 1e3,
-        }
-
-
 def _timelines(rows: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
     for row in rows:
         events = (row.get("trace") or {}).get("traceEvents")
         spans = row.get("spans") or (median_iteration(events) if events else None)
         if spans:
-            yield {**_common(row), "depth": row.get("depth"), "spans": spans}
+            yield {
+                **_common(row),
+                "depth": row.get("depth"),
+                "spans": spans,
+                "sources": origin(row),
+            }

@@ -19,6 +19,7 @@ from typing import Any
 from specter_jax.errors import InvalidRequestError
 from specter_jax.report.predictions import is_prediction, prediction_records
 from specter_jax.report.result_records import Record, Records, records_of
+from specter_jax.report.sources import with_origin
 
 TIMELINE = ".timeline.json"
 LISTS = {
@@ -46,16 +47,18 @@ def read_results(directory: str | os.PathLike[str]) -> tuple[list[Record], Recor
     results = [(name, content) for name, content in files if any(key in content for key in LISTS)]
     results = [(name, content) for name, content in results if not is_prediction(content)]
     results.sort(key=lambda file: str(_meta(*file).get("date", "")))
-    merged = _gathered([content for _, content in results])
+    merged = _gathered(results)
     merged["timelines"] = [
-        {"model": name.removesuffix(TIMELINE), **_about(content), "trace": content}
+        {"file": name, "model": name.removesuffix(TIMELINE), **_about(content), "trace": content}
         for name, content in files
         if name.endswith(TIMELINE)
     ]
     records = records_of(merged)
     if pairs := prediction_records([content for _, content in files], merged["cells"]):
         records["planner"] = pairs
-    used = [(name, content) for name, content in results if records_of(_gathered([content]))]
+    used = [
+        (name, content) for name, content in results if records_of(_gathered([(name, content)]))
+    ]
     return [_meta(*file) for file in used], records
 
 
@@ -65,13 +68,14 @@ def _about(trace: Mapping[str, Any]) -> Record:
     return dict(about) if "budget_gib" in about else {"budget": "", **about}
 
 
-def _gathered(contents: Sequence[Mapping[str, Any]]) -> dict[str, list[Record]]:
-    """All entries of the files by list; of equal ones the last."""
+def _gathered(files: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, list[Record]]:
+    """All entries of the files, given with their names, by list; of equal ones the last."""
     gathered: dict[str, dict[str, Record]] = {name: {} for name in LISTS.values()}
-    for content in contents:
+    for file, content in files:
+        meta = _meta(file, content)
         for name, target in LISTS.items():
             for entry in content.get(name) or []:
-                gathered[target][_key(entry)] = entry
+                gathered[target][_key(entry)] = with_origin(entry, file, meta)
     return {name: list(found.values()) for name, found in gathered.items()}
 
 

@@ -49,6 +49,7 @@ FULL_WIDTH = 10.0
 """Of a figure, inches, by columns of axes; shown at 96 pixels an inch or scaled to the page."""
 
 _MORE_DIGITS = re.compile(rb"(?<=[ \"(,-])(\d+\.\d\d)\d+(?=[ \")\n,])")
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _PARAMETERS = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -173,11 +174,33 @@ def log_axis(axes: Axes, axis: str = "y") -> None:
     scale.set_minor_locator(NullLocator())
 
 
+def mark_log(axes: Axes) -> None:
+    """Says in the corner that an axis is logarithmic, where other panels' are not."""
+    axes.text(0.01, 0.99, "log", transform=axes.transAxes, va="top", fontsize=7, color=GREY)
+
+
 def legend_below(figure: Figure, axes: Axes, columns: int = 7) -> None:
     """One legend for all axes, of the series of one of them, below the figure."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(
         handles, labels, loc="outside lower center", ncols=min(columns, max(len(labels), 1))
+    )
+
+
+def legend_of_all(
+    figure: Figure, axes: Iterable[Axes], order: Sequence[str], columns: int = 7
+) -> None:
+    """One legend below the figure, of the series of all axes, each once, in this order."""
+    found: dict[str, Any] = {}
+    for one in axes:
+        for handle, label in zip(*one.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    names = [name for name in order if name in found]
+    figure.legend(
+        [found[name] for name in names],
+        names,
+        loc="outside lower center",
+        ncols=min(columns, max(len(names), 1)),
     )
 
 
@@ -188,6 +211,12 @@ def grouped(records: Iterable[dict[str, Any]], *names: str) -> dict[Any, list[di
         key = tuple(record.get(name) for name in names)
         groups.setdefault(key[0] if len(names) == 1 else key, []).append(record)
     return groups
+
+
+def budget_order(name: str) -> tuple[float, str]:
+    """Sort key of budgets such as "16 GiB": by number, names without one last."""
+    number = _NUMBER.match(name)
+    return (float(number.group()) if number else float("inf"), name)
 
 
 def listed(parts: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ from specter_jax.report import TRUE_SIZE
 from specter_jax.report.measure_routing import routing_records
 from specter_jax.report.routing import Iteration
 from specter_jax.report.settings import Settings
+from specter_jax.report.sources import origin
 
 KIND = "sampled"
 """Of a trace's two texts: small models' greedy text runs into loops, which repeat their experts."""
@@ -65,6 +66,7 @@ def _records_of(file: Path, settings: Settings) -> dict[str, list[dict[str, Any]
         for name in dict.fromkeys(tasks)
     }
     common = {"model": file.stem, "setting": TRUE_SIZE, "text": KIND}
+    common["sources"] = origin({"file": file.name})
     # No model here leaves its last experts unused in thousands of tokens.
     num_experts = int(max(target.max(), draft.max())) + 1
     return routing_records(common, num_experts, by_depth, by_task, settings)
