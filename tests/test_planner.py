@@ -112,6 +112,7 @@ def test_times_are_bytes_over_bandwidth_plus_fixed_costs():
         FREE,
         memory_efficiency=0.5,
         link_efficiency=0.25,
+        transfer_expert_us=40,
         draft_efficiency=0.8,
         draft_layer_us=100,
         verify_efficiency=0.9,
@@ -120,12 +121,13 @@ def test_times_are_bytes_over_bandwidth_plus_fixed_costs():
     model = timing(costs)
     read = MODEL.num_layers * MODEL.layer + MODEL.head
     assert model.draft_step(20) == pytest.approx(
-        (read + 20 * MODEL.draft_expert) / (0.8 * 0.5e12) + MODEL.num_layers * 100e-6
+        # Only experts are read at the draft's own rate.
+        read / (0.9 * 0.5e12) + 20 * MODEL.draft_expert / (0.8 * 0.5e12) + MODEL.num_layers * 100e-6
     )
     assert model.verification(45) == pytest.approx(
         (read + 45 * MODEL.expert_read) / (0.9 * 0.5e12) + MODEL.num_layers * 200e-6
     )
-    assert model.transfer() == pytest.approx(MODEL.expert / 5e9)
+    assert model.transfer() == pytest.approx(MODEL.expert / 5e9 + 40e-6)
     nested = dataclasses.replace(
         model,
         model=dataclasses.replace(MODEL, is_nested=True),

@@ -3,7 +3,7 @@
     python scripts/bench/fit_planner.py results/h200.json --data DIR [--write]
 
 The cells are those that the calibration names under "fitted_on", which may be at most half of all.
-Three costs (`COSTS`) are varied, by least squares of relative errors of the time per token; the
+Two costs (`COSTS`) are varied, by least squares of relative errors of the time per token; the
 others come from measurements of their own and stay. Prints them, or with `--write` puts them into
 the calibration, whose texts are not changed. `validate_planner.py` then tells the error on the
 cells that are not named.
@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 import true_size
+from bench_traces import traces_of
 
 from specter_jax.planner.calibration import (
     DEFAULT_CALIBRATION,
@@ -36,10 +37,9 @@ from specter_jax.planner.calibration import (
 from specter_jax.planner.cards import get_card
 from specter_jax.planner.model import model_of_config
 from specter_jax.planner.timing import Hardware
-from specter_jax.planner.traces import bundled_trace
 from specter_jax.planner.validate import predict_measured, split_fitted, with_plain_decoding
 
-COSTS = ("issue_us", "host_layer_us", "verify_call_us")
+COSTS = ("host_layer_us", "verify_call_us")
 ROUNDS = 3
 STEP_US = 50.0
 
@@ -81,6 +81,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("--data", type=Path, required=True, help="as for h200.py")
     parser.add_argument("--card", default="h200")
+    parser.add_argument("--traces", type=Path, help="default: those of the package")
+    parser.add_argument("--num-prompts", type=int, default=4)
+    parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--calibration", type=Path, default=DEFAULT_CALIBRATION)
     parser.add_argument("--write", action="store_true", help="into the calibration")
     args = parser.parse_args(argv)
@@ -92,7 +95,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"error: fitted_on names {len(cells)} of {len(every)} cells; expected 1 to half of them"
         )
     configs = {cell["model"]: true_size.model_config(args.data, cell["model"]) for cell in cells}
-    traces = {name: bundled_trace(config) for name, config in configs.items()}
+    traces = traces_of(
+        configs, args.traces, num_prompts=args.num_prompts, new_tokens=args.new_tokens
+    )
     hardware = Hardware.of_card(get_card(args.card))
 
     def predict(tried: Calibration) -> Rows:

@@ -5,10 +5,11 @@
 
 RESULTS are files with "cells", as `h200.py` and `cells.py` write them. The planner is given nothing
 but the card's nominal figures, the calibration, the number of slots and a routing trace: the
-package's own, or one of `--traces` (files named after the models). Plain decoding measured beside a
-cell counts as a cell of depth 0; cells of policies that guess the next layer are left out. Prints a
-markdown table and the mean error over cells that the calibration was not fitted to. `--out FILE`
-replaces "planner" (those cells, which the report shows) and "planner_fitted" in that file.
+package's own, or one of `--traces` (files named after the models), of which cells get the prompts
+of their own kind of text where the file names it (`bench_traces.py`). Plain decoding measured
+beside a cell counts as a cell of depth 0; cells of policies that guess the next layer are left out.
+Prints a markdown table and the mean error over cells that the calibration was not fitted to.
+`--out FILE` replaces "planner" (those cells, which the report shows) and "planner_fitted" in it.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import results_file
 import true_size
+from bench_traces import traces_of
 
 from specter_jax.planner.calibration import DEFAULT_CALIBRATION, fitted_cells, load_calibration
 from specter_jax.planner.cards import get_card
 from specter_jax.planner.model import model_of_config
 from specter_jax.planner.timing import Hardware
-from specter_jax.planner.traces import RoutingTrace, bundled_trace, load_trace
 from specter_jax.planner.validate import (
     errors,
     is_predictable,
@@ -55,14 +56,13 @@ def main(arguments: list[str] | None = None) -> int:
         for name, config in configs.items()
         for form in ("nested", "plain")
     }
-    traces = {
-        name: _trace(options, name) if options.traces else bundled_trace(config)
-        for name, config in configs.items()
-    }
-    traces = {
-        name: trace.select(options.num_prompts, options.new_tokens)
-        for name, trace in traces.items()
-    }
+    traces = traces_of(
+        configs,
+        options.traces,
+        text=options.text,
+        num_prompts=options.num_prompts,
+        new_tokens=options.new_tokens,
+    )
     skipped = sum(not is_predictable(cell) for cell in cells)
     print("| model | experts | GiB | slots | policy | depth | predicted ms | measured ms | error |")
     print("|---|---|---|---|---|---|---|---|---|")
@@ -78,7 +78,9 @@ def main(arguments: list[str] | None = None) -> int:
         result["planner"], result["planner_fitted"] = unseen, seen
         result["planner_meta"] = {
             "calibration": calibration.source,
-            "traces": {name: trace.source for name, trace in traces.items()},
+            "traces": {
+                name: trace.source for name, trace in traces.items() if isinstance(name, str)
+            },
             "mean_error": errors(unseen).mean_error if unseen else None,
         }
         results_file.write(options.out, result)
@@ -93,14 +95,6 @@ def _print_row(row: dict[str, Any]) -> None:
         f"| {row['measured_tpot_ms']:.1f} | {error:+.0%} |",
         flush=True,
     )
-
-
-def _trace(options: argparse.Namespace, model: str) -> RoutingTrace:
-    """The trace whose file name begins with the model's."""
-    files = sorted(options.traces.glob(f"{model}*.npz"))
-    if not files:
-        raise SystemExit(f"{options.traces}: no trace of {model} there")
-    return load_trace(files[0], options.text)
 
 
 def _parser() -> argparse.ArgumentParser:

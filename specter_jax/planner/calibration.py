@@ -30,6 +30,7 @@ class Calibration:
     memory_efficiency: float
     link_efficiency: float
     transfer_latency_us: float
+    transfer_expert_us: float
     issue_us: float
     poll_us: float
     dispatch_us: float

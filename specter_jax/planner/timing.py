@@ -85,9 +85,10 @@ class Timing:
     def draft_step(self, num_experts: int) -> float:
         """One step of the draft that reads `num_experts` experts, over all layers."""
         model = self.model
-        read = model.num_layers * model.layer + model.head + num_experts * model.draft_expert
+        shared = self._read(model.num_layers * model.layer + model.head)
+        experts = num_experts * model.draft_expert
         fixed = model.num_layers * self.calibration.draft_layer_us * _MICRO
-        return read / (self.bandwidth * self.calibration.draft_efficiency) + fixed
+        return shared + experts / (self.bandwidth * self.calibration.draft_efficiency) + fixed
 
     def verification(self, num_experts: int) -> float:
         """The target in one program, with `num_experts` distinct (layer, expert) read."""
@@ -121,7 +122,7 @@ class Timing:
 
     def transfer(self) -> float:
         """One expert's way over a busy link; an idle one adds `latency` before the first."""
-        return self.model.expert / self.link
+        return self.model.expert / self.link + self.calibration.transfer_expert_us * _MICRO
 
     @property
     def latency(self) -> float:
