@@ -1,6 +1,7 @@
 """Several layers of a verification in one program: the same output, fewer programs."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -153,3 +154,22 @@ def test_a_prompt_runs_in_stretches_too(tiny_directory, plain, monkeypatch):
     few = load_tiny(tiny_directory, QUARTER)
     seen.clear()
     assert run(few, [prompt], depth=0).tokens == expected
+
+
+def test_a_stretch_lacks_no_more_than_it_can_wait_for():
+    """However many experts may be on their way: it waits for the last of them."""
+    resident = np.ones((4, 64), bool)
+    resident[:2, :20] = False  # 40 are missing in the first two layers, 20 in the first of them
+    ctx = SimpleNamespace(
+        config=SimpleNamespace(moe_layers=(0, 1, 2, 3)),
+        representatives=(0, 0, 0, 0),
+        pool=SimpleNamespace(
+            max_in_flight=48, num_slots=1000, cache=SimpleNamespace(resident=resident)
+        ),
+    )
+    foreseen = stretches.Foreseen(np.ones((4, 64), bool), may_bring=True)
+    assert stretches.stretch_length(ctx, 0, foreseen) == 1
+    assert stretches.stretch_length(ctx, 1, foreseen) == 2
+    assert stretches.stretch_length(ctx, 2, foreseen) == 2
+    resident[0, :20] = True
+    assert stretches.stretch_length(ctx, 0, foreseen) == 4

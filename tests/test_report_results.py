@@ -25,6 +25,7 @@ def test_a_gpu_run_becomes_records():
     ]
     kernels = [
         {"kernel": "ffn", "shape": "big", "num_rows": 9, "us": 100.0},
+        {"kernel": "ffn", "shape": "qwen1.5-moe", "num_rows": 9, "us": 50.0},
         {"kernel": "unheard of", "shape": "big", "num_rows": 9, "us": 1.0},
     ]
     prefill = [{"model": "big", "budget_gib": 16, "tokens": 512, "ttft_ms": 80.0}]
@@ -40,7 +41,8 @@ def test_a_gpu_run_becomes_records():
     # Specter's own depth is auto.
     assert times == {"specter": 5.0, "transformers": 200.0}
     assert records["verification"][0]["layer_ms"] == 0.1
-    assert len(records["verification"]) == 1
+    # As cells call it.
+    assert [r["model"] for r in records["verification"]] == ["big", "qwen1.5-moe-a2.7b"]
     assert records["prefill"][0]["prefill_ms"] == 80.0
     assert all(r["setting"] == TRUE_SIZE for found in records.values() for r in found)
 

@@ -88,10 +88,11 @@ def set_budget(model: sj.Model, budget: int, *, max_batch: int, max_context: int
 
 
 def link_bandwidth(model: sj.Model) -> float:
-    """Bytes per second from pinned host memory to the device, up to 16 experts at a time."""
+    """Bytes per second from pinned host memory to the device, of as many experts as may be on
+    their way at once: with fewer, the first one's latency counts for more."""
     store, target = model.pool.store, device_sharding(model.device)
-    count = min(16, model.pool.max_in_flight)  # no more than the ledger has room for
-    keys = [(m, e) for m in range(2) for e in range(8)][:count]
+    keys = [(m, e) for m in range(store.num_layers) for e in range(store.num_experts)]
+    keys = keys[: model.pool.max_in_flight]  # what the ledger has room for
     best = float("inf")
     for _ in range(5):
         begin = time.perf_counter()

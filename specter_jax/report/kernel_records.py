@@ -18,6 +18,8 @@ KERNELS = {
     "ffn ragged_dot": "ragged_dot",
 }
 DRAFT_KERNELS = {"draft": FUSED_INT4}
+MODELS = {"qwen1.5-moe": "qwen1.5-moe-a2.7b"}
+"""What other figures call the model of a kernel's shapes, where the names differ."""
 
 
 def verification_records(rows: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
@@ -26,7 +28,7 @@ def verification_records(rows: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
         order = KERNELS.get(row.get("kernel"))
         if order is not None and "us" in row and row.get("num_rows"):
             yield {
-                "model": str(row.get("shape") or row.get("model")),
+                "model": _model(row),
                 "setting": TRUE_SIZE,
                 "order": order,
                 "positions": int(row["num_rows"]),
@@ -44,7 +46,7 @@ def draft_records(rows: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
             continue
         batch = int(row.get("num_rows") or row.get("batch") or 1)
         yield {
-            "model": str(row.get("shape") or row.get("model")),
+            "model": _model(row),
             "setting": TRUE_SIZE,
             "format": variant,
             "batch": batch,
@@ -53,3 +55,8 @@ def draft_records(rows: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
             "tokens_per_s": batch / milliseconds * 1e3,
             "sources": origin(row),
         }
+
+
+def _model(row: Mapping[str, Any]) -> str:
+    name = str(row.get("shape") or row.get("model"))
+    return MODELS.get(name, name)
