@@ -89,10 +89,7 @@ def _row(record: dict[str, Any]) -> dict[str, Any]:
 
 def _systems(records: Records) -> dict[str, int]:
     """Place of every system in colours and order, ours last."""
-    names = {system_of(record): str(record["system"]).partition(",")[0] for record in records}
-    # Places go by the name alone, whatever stands behind it.
-    styles = places(names.values())
-    return {name: styles[names[name]] for name in sorted(names, key=_order)}
+    return places(sorted({system_of(record) for record in records}, key=_order))
 
 
 def _order(system: str) -> tuple[bool, str]:

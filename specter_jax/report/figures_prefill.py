@@ -5,8 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from specter_jax.report.panels import budgets_of, by_experts, filled, place_name, system_of
-from specter_jax.report.sources import budget_of, format_of
+from specter_jax.report.panels import (
+    MAX_COLUMNS,
+    budgets_of,
+    by_experts,
+    filled,
+    place_name,
+    system_of,
+)
+from specter_jax.report.sources import budget_of, commits_of, format_of
 from specter_jax.report.style import (
     Panel,
     colour,
@@ -23,16 +30,15 @@ from specter_jax.report.style import (
 Records = list[dict[str, Any]]
 Styles = dict[tuple[str, str], tuple[str, dict[str, Any]]]
 
-MAX_COLUMNS = 3
-"""Of panels beside each other."""
-
 
 def draw_prefill(records: Records) -> Panel:
     """A column of two panels for each model and format of its experts, a curve for each system and
-    budget: colours tell budgets, marks systems; where there is one budget, colours tell systems.
+    budget: colours tell budgets, marks systems; where every model has one budget, the title names
+    it and colours tell systems. The title also names commits where there are several.
     """
     found = by_experts(records)
-    styles = _styles(records)
+    named = any(len(budgets_of(ours)) > 1 for ours in found.values())
+    styles = _styles(records, named)
     columns = min(len(found), MAX_COLUMNS)
     figure, rows = grid(2 * math.ceil(len(found) / columns), columns, 2.5)
     lengths = sorted({record["tokens"] for record in records})
@@ -44,7 +50,8 @@ def draw_prefill(records: Records) -> Panel:
         row, column = divmod(number, columns)
         above, below = rows[2 * row][column], rows[2 * row + 1][column]
         for key, (label, style) in styles.items():
-            curve = sorted((r for r in ours if _key(r) == key), key=lambda record: record["tokens"])
+            curve = [r for r in ours if _key(r, named) == key]
+            curve.sort(key=lambda record: record["tokens"])
             x = [lengths.index(record["tokens"]) for record in curve]
             times = [record["prefill_ms"] for record in curve]
             peaks = [(at, r["peak_device_bytes"]) for at, r in zip(x, curve, strict=True)]
@@ -53,9 +60,10 @@ def draw_prefill(records: Records) -> Panel:
                 above.plot(x, times, label=label, **style)
             if peaks:
                 below.plot(*zip(*peaks, strict=True), label=label, **style)
-        above.set_title(place_name(place))
+        above.set_title(_title(place_name(place), ours, named, len(commits_of(records)) > 1))
         log_axis(above)
-        below.set_ylim(bottom=0)
+        # Room for the marks of a curve that is level.
+        below.set_ylim(0, max((r["peak_device_bytes"] or 0 for r in ours), default=0) / unit * 1.1)
         for axes in (above, below):
             axes.set_axis_on()
             even_ticks(axes, lengths, "prompt, tokens")
@@ -66,6 +74,13 @@ def draw_prefill(records: Records) -> Panel:
     order = [label for label, _ in styles.values()]
     legend_of_all(figure, [axes for row in rows for axes in row], order, columns=4)
     return Panel(svg_of(figure), _sentence(records), filled([_row(r) for r in records]))
+
+
+def _title(place: str, records: Records, named: bool, commits: bool) -> str:
+    """Model and format; the budget unless curves name it; commits if they are asked for."""
+    budget = "" if named else budgets_of(records)[0]
+    told = f"commit {listed(commits_of(records))}" if commits and commits_of(records) else ""
+    return "\n".join(filter(None, (", ".join(filter(None, (place, budget))), told)))
 
 
 def _row(record: dict[str, Any]) -> dict[str, Any]:
@@ -79,22 +94,25 @@ def _row(record: dict[str, Any]) -> dict[str, Any]:
         "prefill, ms": record["prefill_ms"],
         "transfers, ms": record.get("transfer_ms"),
         "peak, MiB": peak and peak / 2**20,
+        "commit": listed(commits_of([record])) or None,
     }
 
 
-def _key(record: dict[str, Any]) -> tuple[str, str]:
-    return system_of(record), budget_of(record) or ""
+def _key(record: dict[str, Any], named: bool = True) -> tuple[str, str]:
+    """System and, where curves name it, budget."""
+    return system_of(record), (budget_of(record) or "") if named else ""
 
 
-def _styles(records: Records) -> Styles:
-    """Label and style of every curve, by system and budget."""
-    budgets = budgets_of(records)
-    keys = sorted({_key(r) for r in records}, key=lambda key: (budgets.index(key[1]), key[0]))
+def _styles(records: Records, named: bool) -> Styles:
+    """Label and style of every curve, by system and, where curves name it, budget."""
+    budgets = budgets_of(records) if named else [""]
+    keys = {_key(r, named) for r in records}
+    keys = sorted(keys, key=lambda key: (budgets.index(key[1]), key[0]))
     systems = places(system for system, _ in keys)
     styles: Styles = {}
     for system, budget in keys:
         style = line_style(systems[system])
-        if len(budgets) > 1:
+        if named:
             style["color"] = colour(budgets.index(budget))
         styles[system, budget] = ", ".join(filter(None, (system, budget))), style
     return styles

@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from specter_jax.report.panels import budgets_of, by_experts, filled, place_name
+from specter_jax.report.panels import (
+    MAX_COLUMNS,
+    budgets_of,
+    by_experts,
+    filled,
+    place_name,
+    system_of,
+)
 from specter_jax.report.sources import budget_of, format_of
 from specter_jax.report.style import (
     BLACK,
@@ -28,24 +35,31 @@ from specter_jax.report.style import (
 
 Records = list[dict[str, Any]]
 
-MAX_COLUMNS = 3
-"""Of panels beside each other."""
+HOLLOW = {"markerfacecolor": "white", "linestyle": "--"}
+"""Beside solid lines and marks: the second format of the experts."""
 
 
 def draw_batch(records: Records) -> Panel:
-    """Figure 15: time per token and throughput over batch size."""
-    groups = grouped(records, "model", "budget")
-    where = places(record["system"] for record in records)
+    """Figure 15: time per token and throughput over batch size.
+
+    Colours and marks tell systems; where there are two formats of the experts, hollow marks and
+    dashes tell the second.
+    """
+    groups: dict[tuple[str, str], Records] = {}
+    for record in records:
+        groups.setdefault((record["model"], budget_of(record) or ""), []).append(record)
+    styles = _batch_styles(records)
     figure, axes = grid(len(groups), 2, 2.8)
     parts = []
     for (times, throughput), ((model, budget), ours) in zip(axes, groups.items(), strict=True):
         batches = sorted({record["batch"] for record in ours})
-        for (system, _), curve in grouped(ours, "system", "dataset").items():
+        for curve in grouped(ours, "system", "expert_format", "dataset", "depth").values():
             curve = sorted(curve, key=lambda record: record["batch"])
+            label = _batch_label(curve[0])
             for panel, field in ((times, "tpot_ms"), (throughput, "tokens_per_s")):
                 known = [(batches.index(r["batch"]), r[field]) for r in curve if r.get(field)]
                 if known:
-                    panel.plot(*zip(*known, strict=True), label=system, **line_style(where[system]))
+                    panel.plot(*zip(*known, strict=True), label=label, **styles[label])
         for panel, label in ((times, "time per token, ms"), (throughput, "tokens per second")):
             panel.set_ylim(bottom=0)
             panel.set_ylabel(label)
@@ -56,25 +70,44 @@ def draw_batch(records: Records) -> Panel:
         )
         parts.append(
             f"{best['tokens_per_s']:,.0f} tokens per second on {model} with {budget} "
-            f"({best['system']}, batch {best['batch']})"
+            f"({_batch_label(best)}, batch {best['batch']})"
         )
-    legend_below(figure, axes[0][0])
+    legend_of_all(figure, [panel for row in axes for panel in row], list(styles), columns=4)
     return Panel(
         svg_of(figure),
         f"The highest throughput is {listed(parts)}; time per token is of one sequence.",
-        [
-            {
-                "model": record["model"],
-                "budget": record["budget"],
-                "system": record["system"],
-                "batch": record["batch"],
-                "depth": record.get("depth"),
-                "TPOT, ms": record["tpot_ms"],
-                "tokens per s": record["tokens_per_s"],
-            }
-            for record in records
-        ],
+        filled(
+            [
+                {
+                    "model": record["model"],
+                    "experts": format_of(record),
+                    "budget": budget_of(record),
+                    "system": system_of(record),
+                    "batch": record["batch"],
+                    "depth": record.get("depth"),
+                    "TPOT, ms": record["tpot_ms"],
+                    "tokens per s": record["tokens_per_s"],
+                }
+                for record in records
+            ]
+        ),
     )
+
+
+def _batch_label(record: dict[str, Any]) -> str:
+    return ", ".join(filter(None, (system_of(record), format_of(record))))
+
+
+def _batch_styles(records: Records) -> dict[str, dict[str, Any]]:
+    """Style of every curve by its label, ordered by system."""
+    where = places(system_of(record) for record in records)
+    formats = sorted({format_of(record) or "" for record in records})
+    styles = {}
+    for record in sorted(records, key=lambda r: (where[system_of(r)], format_of(r) or "")):
+        second = formats.index(format_of(record) or "") % 2
+        style = line_style(where[system_of(record)]) | {"linestyle": "-"}
+        styles[_batch_label(record)] = style | (HOLLOW if second else {})
+    return styles
 
 
 def draw_hit_rate(records: Records) -> Panel:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
-from specter_jax.report.panels import by_budget, filled
+from specter_jax.report.panels import MAX_COLUMNS, by_budget, by_experts, filled, place_name
 from specter_jax.report.sources import budget_of, format_of
 from specter_jax.report.style import (
     BLACK,
@@ -16,6 +17,7 @@ from specter_jax.report.style import (
     grid,
     grouped,
     legend_below,
+    legend_of_all,
     line_style,
     listed,
     log_axis,
@@ -28,20 +30,29 @@ Records = list[dict[str, Any]]
 
 WIDE_RANGE = 10.0
 """Ratio of the largest to the smallest time above which a logarithmic axis shows both."""
+THOUSANDS_FROM = 1e5
 
 
 def draw_depth(records: Records) -> Panel:
-    """Figure 7: time per token over depth, the least marked, and what `auto` chose."""
-    models = {
-        model: sorted(curves, key=by_budget) for model, curves in grouped(records, "model").items()
-    }
-    records = [record for curves in models.values() for record in curves]
-    figure, (row,) = grid(1, len(models), 3.2 + 0.2 * max(map(len, models.values())))
-    for axes, (model, curves) in zip(row, models.items(), strict=True):
+    """Figure 7: time per token over depth, the least marked, and what `auto` chose.
+
+    A panel for each model and format of its experts. Where depths were swept, curves of plain
+    decoding and one depth are left to the table: they have no least depth to show.
+    """
+    every = sorted(records, key=by_budget)
+    found = {place: _swept(curves) for place, curves in by_experts(every).items()}
+    drawn = [record for curves in found.values() for record in curves]
+    columns = min(len(found), MAX_COLUMNS)
+    height = 3.2 + 0.2 * max(map(len, found.values()))
+    figure, rows = grid(math.ceil(len(found) / columns), columns, height)
+    panels = [axes for row in rows for axes in row]
+    for axes in panels[len(found) :]:
+        axes.set_axis_off()
+    for axes, (place, curves) in zip(panels, found.items(), strict=False):
         depths = sorted({point["depth"] for curve in curves for point in curve["points"]})
-        for place, curve in enumerate(curves):
+        for number, curve in enumerate(curves):
             points = curve["points"]
-            style = line_style(place)
+            style = line_style(number)
             x = [depths.index(point["depth"]) for point in points]
             label, auto = _where(curve), curve.get("auto")
             if auto:
@@ -50,7 +61,7 @@ def draw_depth(records: Records) -> Panel:
                 label = "\n".join(filter(None, (label, told)))
             axes.plot(x, [point["tpot_ms"] for point in points], label=label, **style)
             best = _best(curve)
-            label = "least" if place == len(curves) - 1 else None
+            label = "least" if number == len(curves) - 1 else None
             spot = (depths.index(best["depth"]), best["tpot_ms"])
             axes.plot(*spot, "*", color=BLACK, markersize=9, label=label, zorder=5)
         times = [point["tpot_ms"] for curve in curves for point in curve["points"]]
@@ -60,11 +71,20 @@ def draw_depth(records: Records) -> Panel:
         else:
             axes.set_ylim(bottom=0)
         even_ticks(axes, depths, "depth (0: plain decoding)")
-        axes.set_title(model)
+        axes.set_title(place_name(place))
         # Below: curves may be anywhere within.
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), fontsize=7)
-    row[0].set_ylabel("time per output token, ms")
-    return Panel(svg_of(figure), _depth_sentence(records), _depth_rows(records))
+    for row in rows:
+        row[0].set_ylabel("time per output token, ms")
+    text = _depth_sentence(drawn)
+    if len(drawn) < len(every):
+        text += f" {len(every) - len(drawn)} places without a sweep are only in the numbers below."
+    return Panel(svg_of(figure), text, _depth_rows(every))
+
+
+def _swept(curves: Records) -> Records:
+    """Curves of more than two depths; all of them if there is none."""
+    return [curve for curve in curves if len(curve["points"]) > 2] or curves
 
 
 def _best(curve: dict[str, Any]) -> dict[str, Any]:
@@ -74,6 +94,7 @@ def _best(curve: dict[str, Any]) -> dict[str, Any]:
 def _where(record: dict[str, Any]) -> str:
     name = format_of(record)
     parts = (budget_of(record), f"{name} experts" if name else None, record.get("dataset"))
+    # The panel's title has the format as well, but a legend may be read alone.
     return ", ".join(str(part) for part in parts if part)
 
 
@@ -121,11 +142,14 @@ def draw_draft_formats(records: Records) -> Panel:
     single = [record for record in records if record["batch"] == batches[0]]
     largest = [record for record in records if record["batch"] == batches[-1]]
     _format_bars(times, single, formats, "tpot_ms", "{:.3g}")
-    _format_bars(throughput, largest, formats, "tokens_per_s", "{:,.0f}")
+    many = max((record["tokens_per_s"] for record in largest), default=0.0) >= THOUSANDS_FROM
+    # Longer numbers than these would run into the next bar's.
+    scale, unit = (1e-3, "thousand tokens per second") if many else (1.0, "tokens per second")
+    _format_bars(throughput, largest, formats, "tokens_per_s", "{:,.0f}", scale)
     scope = records[0].get("scope", "draft step")
     times.set_ylabel(f"{scope}, ms")
     times.set_title(f"time per token at batch {batches[0]}")
-    throughput.set_ylabel("tokens per second")
+    throughput.set_ylabel(unit)
     throughput.set_title(f"throughput at batch {batches[-1]}")
     legend_below(figure, times)
     parts = []
@@ -148,17 +172,18 @@ def draw_draft_formats(records: Records) -> Panel:
     )
 
 
-def _format_bars(axes: Any, records: Records, formats: dict, field: str, shown: str) -> None:
+def _format_bars(
+    axes: Any, records: Records, formats: dict, field: str, shown: str, scale: float = 1.0
+) -> None:
     models = list(grouped(records, "model"))
     width = 0.8 / len(formats)
     for name, place in formats.items():
         ours = [record for record in records if record["format"] == name]
         x = np.array([models.index(record["model"]) for record in ours])
         x = x + (place - (len(formats) - 1) / 2) * width
-        bars = axes.bar(x, [r[field] for r in ours], width, label=name, **bar_style(place))
-        axes.bar_label(
-            bars, [shown.format(record[field]) for record in ours], fontsize=6, padding=1
-        )
+        values = [record[field] * scale for record in ours]
+        bars = axes.bar(x, values, width, label=name, **bar_style(place))
+        axes.bar_label(bars, [shown.format(value) for value in values], fontsize=6, padding=1)
     axes.set_xticks(range(len(models)), models)
 
 
@@ -175,16 +200,26 @@ def draw_verification(records: Records) -> Panel:
             x = [positions.index(record["positions"]) for record in curve]
             times = [record["layer_ms"] for record in curve]
             axes.plot(x, times, label=order, **line_style(orders[order]))
-        axes.set_ylim(bottom=0)
+        every = [record["layer_ms"] for record in ours]
+        if max(every) > WIDE_RANGE * min(every):
+            log_axis(axes)
+            mark_log(axes)
+        else:
+            axes.set_ylim(bottom=0)
         even_ticks(axes, positions, "positions verified")
         axes.set_title(model)
         parts += _ratio_of_orders(model, ours)
     row[0].set_ylabel("routed experts of one layer, ms")
-    legend_below(figure, row[0])
+    legend_of_all(figure, row, list(orders))
+    text = f"One layer's experts, {listed(list(orders))}."
+    if parts:
+        text = (
+            f"Token-wise execution takes {listed(parts)} times as long as expert-wise execution of "
+            "the same work."
+        )
     return Panel(
         svg_of(figure),
-        f"Token-wise execution takes {listed(parts)} times as long as expert-wise execution of "
-        "the same work.",
+        text,
         [
             {
                 "model": record["model"],

@@ -12,6 +12,8 @@ Record = dict[str, Any]
 Place = tuple[str, str | None]
 
 RANDOM = "random weights"
+MAX_COLUMNS = 3
+"""Of panels beside each other, in figures that have one for each model and format."""
 
 
 def by_experts(records: Sequence[Record]) -> dict[Place, list[Record]]:

@@ -40,6 +40,12 @@ def budget_of(record: Mapping[str, Any]) -> str | None:
     return str(budget).partition(",")[0] if budget else None
 
 
+def commits_of(records: Iterable[Record]) -> list[str]:
+    """Commits that the records name, in order of appearance."""
+    found = (source.get("commit") for record in records for source in record.get("sources") or [])
+    return [commit for commit in dict.fromkeys(found) if commit]
+
+
 def about(records: Sequence[Record]) -> str:
     """Models, expert formats and budgets of a figure's records, as one sentence."""
     parts = []

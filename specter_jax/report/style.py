@@ -142,12 +142,12 @@ def bar_style(place: int) -> dict[str, Any]:
 def places(names: Iterable[str]) -> dict[str, int]:
     """A place for each name: the fixed one of its first word if no other has it, else a free one.
 
-    "specter, nested" takes the place of "specter".
+    "specter, nested" takes the place of "specter", "transformers (random weights)" likewise.
     """
     names = list(dict.fromkeys(names))
     found: dict[str, int] = {}
     for name in names:
-        place = PLACES.get(name.partition(",")[0])
+        place = PLACES.get(name.partition(",")[0].partition(" (")[0])
         if place is not None and place not in found.values():
             found[name] = place
     free = (place for place in range(1000) if place not in found.values())
