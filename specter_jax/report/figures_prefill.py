@@ -7,6 +7,7 @@ from typing import Any
 
 from specter_jax.report.panels import (
     MAX_COLUMNS,
+    Place,
     budgets_of,
     by_experts,
     filled,
@@ -34,10 +35,11 @@ Styles = dict[tuple[str, str], tuple[str, dict[str, Any]]]
 def draw_prefill(records: Records) -> Panel:
     """A column of two panels for each model and format of its experts, a curve for each system and
     budget: colours tell budgets, marks systems; where every model has one budget, the title names
-    it and colours tell systems. The title also names commits where there are several.
+    it and colours tell systems. What names the budget names commits too, where there are several.
     """
     found = by_experts(records)
     named = any(len(budgets_of(ours)) > 1 for ours in found.values())
+    several = len(commits_of(records)) > 1
     styles = _styles(records, named)
     columns = min(len(found), MAX_COLUMNS)
     figure, rows = grid(2 * math.ceil(len(found) / columns), columns, 2.5)
@@ -60,7 +62,7 @@ def draw_prefill(records: Records) -> Panel:
                 above.plot(x, times, label=label, **style)
             if peaks:
                 below.plot(*zip(*peaks, strict=True), label=label, **style)
-        above.set_title(_title(place_name(place), ours, named, len(commits_of(records)) > 1))
+        above.set_title(place_name(place) if named else _title(place, ours, several))
         log_axis(above)
         # Room for the marks of a curve that is level.
         below.set_ylim(0, max((r["peak_device_bytes"] or 0 for r in ours), default=0) / unit * 1.1)
@@ -76,11 +78,11 @@ def draw_prefill(records: Records) -> Panel:
     return Panel(svg_of(figure), _sentence(records), filled([_row(r) for r in records]))
 
 
-def _title(place: str, records: Records, named: bool, commits: bool) -> str:
-    """Model and format; the budget unless curves name it; commits if they are asked for."""
-    budget = "" if named else budgets_of(records)[0]
-    told = f"commit {listed(commits_of(records))}" if commits and commits_of(records) else ""
-    return "\n".join(filter(None, (", ".join(filter(None, (place, budget))), told)))
+def _title(place: Place, records: Records, commits: bool) -> str:
+    """Model, format and the one budget, and below it the commits if they are asked for."""
+    title = ", ".join(filter(None, (place_name(place), *budgets_of(records))))
+    found = commits_of(records) if commits else []
+    return f"{title}\ncommit {listed(found)}" if found else title
 
 
 def _row(record: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +116,11 @@ def _styles(records: Records, named: bool) -> Styles:
         style = line_style(systems[system])
         if named:
             style["color"] = colour(budgets.index(budget))
-        styles[system, budget] = ", ".join(filter(None, (system, budget))), style
+        label = ", ".join(filter(None, (system, budget)))
+        if named and len(commits_of(records)) > 1:
+            commits = commits_of(r for r in records if _key(r) == (system, budget))
+            label += f" ({listed(commits)})" if commits else ""
+        styles[system, budget] = label, style
     return styles
 
 

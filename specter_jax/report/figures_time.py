@@ -77,6 +77,8 @@ def draw_depth(records: Records) -> Panel:
     for row in rows:
         row[0].set_ylabel("time per output token, ms")
     text = _depth_sentence(drawn)
+    if any(len(record["points"]) == 2 for record in drawn):
+        text += " Where two depths were run, it is the least of these two."
     if len(drawn) < len(every):
         text += f" {len(every) - len(drawn)} places without a sweep are only in the numbers below."
     return Panel(svg_of(figure), text, _depth_rows(every))
@@ -144,8 +146,11 @@ def draw_draft_formats(records: Records) -> Panel:
     _format_bars(times, single, formats, "tpot_ms", "{:.3g}")
     many = max((record["tokens_per_s"] for record in largest), default=0.0) >= THOUSANDS_FROM
     # Longer numbers than these would run into the next bar's.
-    scale, unit = (1e-3, "thousand tokens per second") if many else (1.0, "tokens per second")
-    _format_bars(throughput, largest, formats, "tokens_per_s", "{:,.0f}", scale)
+    if many:
+        scale, unit, shown = 1e-3, "thousand tokens per second", "{:.3g}"
+    else:
+        scale, unit, shown = 1.0, "tokens per second", "{:,.0f}"
+    _format_bars(throughput, largest, formats, "tokens_per_s", shown, scale)
     scope = records[0].get("scope", "draft step")
     times.set_ylabel(f"{scope}, ms")
     times.set_title(f"time per token at batch {batches[0]}")
@@ -191,6 +196,8 @@ def draw_verification(records: Records) -> Panel:
     """Figure 12: one layer's experts for all positions of a verification, in different orders."""
     models = grouped(records, "model")
     orders = places(record["order"] for record in records)
+    # One kind of axis for all models, which are compared.
+    wide = any(_spread(ours) > WIDE_RANGE for ours in models.values())
     figure, (row,) = grid(1, len(models), 3.0)
     parts = []
     for axes, (model, ours) in zip(row, models.items(), strict=True):
@@ -200,8 +207,7 @@ def draw_verification(records: Records) -> Panel:
             x = [positions.index(record["positions"]) for record in curve]
             times = [record["layer_ms"] for record in curve]
             axes.plot(x, times, label=order, **line_style(orders[order]))
-        every = [record["layer_ms"] for record in ours]
-        if max(every) > WIDE_RANGE * min(every):
+        if wide:
             log_axis(axes)
             mark_log(axes)
         else:
@@ -231,6 +237,12 @@ def draw_verification(records: Records) -> Panel:
             for record in records
         ],
     )
+
+
+def _spread(records: Records) -> float:
+    """Ratio of the longest to the shortest time."""
+    times = [record["layer_ms"] for record in records]
+    return max(times) / min(times)
 
 
 def _ratio_of_orders(model: str, records: Records) -> list[str]:

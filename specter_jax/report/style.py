@@ -176,6 +176,7 @@ def log_axis(axes: Axes, axis: str = "y") -> None:
 
 def mark_log(axes: Axes) -> None:
     """Says in the corner that an axis is logarithmic, where other panels' are not."""
+    axes.margins(y=0.15)
     axes.text(0.01, 0.99, "log", transform=axes.transAxes, va="top", fontsize=7, color=GREY)
 
 
