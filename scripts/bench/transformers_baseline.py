@@ -204,6 +204,7 @@ class Baseline:
                 "budget_gib": budget,
                 "date": _now(),
                 "prompt_tokens": length,
+                "weights": "random",
                 "ttft_ms": best * 1e3,
                 "peak_device_bytes": torch.cuda.max_memory_allocated() if self.on_gpu else None,
             }
