@@ -74,13 +74,13 @@ def stretch_kinds(ctx: Context, m: int, length: int) -> tuple[int, ...] | None:
 def stretch_length(ctx: Context, m: int, foreseen: Foreseen) -> int:
     """How many MoE layers from `m` on to run together; 1 where that does not pay."""
     pool = ctx.pool
+    most = min(pool.max_in_flight, _MOST_MISSING)
     for length in STRETCHES:
         if stretch_kinds(ctx, m, length) is None:
             continue
         needed = foreseen.needed[m : m + length]
         missing = int(np.count_nonzero(needed & ~pool.cache.resident[m : m + length]))
         # All of it may be on its way together, and the next layers' experts find room too.
-        most = min(pool.max_in_flight, _MOST_MISSING)
         fits = missing <= most and 2 * needed.sum() <= pool.num_slots
         if not missing or (fits and foreseen.may_bring):
             return length

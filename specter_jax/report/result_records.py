@@ -33,7 +33,7 @@ def records_of(content: Mapping[str, Any]) -> Records:
     records = {
         "depth": list(_depth_records([cell for cell in single if not cell.get("baseline")])),
         "timeline": list(_timelines(content.get("timelines") or [])),
-        "prefill": list(_prefill_records(_with_weights(content.get("prefill") or [], cells))),
+        "prefill": list(_prefill_records(content.get("prefill") or [])),
         "draft": list(draft_records(kernels)),
         "verification": list(verification_records(kernels)),
         "end_to_end": _by_format(_end_to_end(single), "system"),
@@ -245,23 +245,6 @@ def _prefill_records(rows: Iterable[Mapping[str, Any]]) -> Iterable[Record]:
                 **_weights(row),
                 "sources": origin(row),
             }
-
-
-def _with_weights(
-    rows: Iterable[Mapping[str, Any]], cells: Iterable[Mapping[str, Any]]
-) -> Iterable[Mapping[str, Any]]:
-    """The rows; those of another library have the weights that its cells name.
-
-    Its prefill is timed in the same process, on the same model.
-    """
-    known = {
-        (cell.get("model"), system_name(cell)): cell["weights"]
-        for cell in cells
-        if cell.get("baseline") and cell.get("weights")
-    }
-    for row in rows:
-        weights = known.get((row.get("model"), system_name(row)))
-        yield {"weights": weights, **row} if weights else row
 
 
 def _first(row: Mapping[str, Any], stats: Mapping[str, Any], *names: str) -> Any:

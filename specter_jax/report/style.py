@@ -182,10 +182,7 @@ def mark_log(axes: Axes) -> None:
 
 def legend_below(figure: Figure, axes: Axes, columns: int = 7) -> None:
     """One legend for all axes, of the series of one of them, below the figure."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=min(columns, max(len(labels), 1))
-    )
+    legend_of_all(figure, [axes], axes.get_legend_handles_labels()[1], columns)
 
 
 def legend_of_all(
