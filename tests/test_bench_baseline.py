@@ -53,3 +53,18 @@ def test_a_slow_cell_ends_early(monkeypatch, step_s, expected):
     first, later = baseline.generate(None, None, 6, 8.0)
     assert 1 + len(later) == expected
     assert (first, later[0]) == pytest.approx((step_s, step_s))
+
+
+def test_budgets_that_a_result_file_has_are_left_out():
+    args = SimpleNamespace(model="m", prefill=[128, 512], prefill_at=[24])
+    mine = {"model": "m", "system": "transformers"}
+    cells = [mine | {"budget_gib": budget} for budget in (16, 24)]
+    prompts = [mine | {"budget_gib": 24, "prompt_tokens": length} for length in (128, 512)]
+    known = {"baseline": cells, "prefill": prompts}
+    assert baseline.missing([16, 24, 32], {}, args) == [16, 24, 32]
+    assert baseline.missing([16, 24, 32], known, args) == [32]
+    assert baseline.missing([16, 24, 32], known | {"prefill": prompts[:1]}, args) == [24, 32]
+    # The runtime's own prompts are of another system.
+    others = [entry | {"system": "specter"} for entry in prompts]
+    assert baseline.missing([16, 24], known | {"prefill": others}, args) == [24]
+    assert baseline.missing([16], known, SimpleNamespace(**{**vars(args), "model": "n"})) == [16]

@@ -129,6 +129,65 @@ def test_outputs_are_compared_as_far_as_the_shorter_goes():
     assert found == {"identical": 1, "of": 2, "first_difference": [None, 1]}
 
 
+def known_cell(item, stage, **more):
+    own = {"policy": item.policy, "depth": item.depth, "dataset": item.dataset, "batch": item.batch}
+    about = {"model": "m", "expert_format": "nested", "budget_gib": stage.budget}
+    return about | own | more
+
+
+def test_what_a_result_file_has_is_not_measured_again():
+    full = plan(FULL)
+    cells = [
+        known_cell(item, stage, plain={"identical": 1})
+        for stage in full
+        for item in stage.items
+        if item.kind == "cell"
+    ]
+    prompts = [
+        {"model": "m", "expert_format": "nested", "budget_gib": 24, "prompt_tokens": 512} | system
+        for system in ({"system": "specter"}, {"system": "specmoeoff"}, {"system": "mo"})
+    ]
+    known = {"cells": cells, "prefill": prompts, "overlap": {"m nested": {}}}
+    assert cell_plan.missing(full, known, "m", "nested") == []
+    assert cell_plan.missing(full, {}, "m", "nested") == full
+    # Another format, model or file is nothing of this one's.
+    assert cell_plan.missing(full, known, "m", "plain") == full
+    assert cell_plan.missing(full, known, "n", "nested") == full
+    # One budget's batches, one prompt and the profile are left.
+    part = {"cells": [c for c in cells if c["batch"] == 1], "prefill": prompts[:2]}
+    middle, batches = cell_plan.missing(full, part, "m", "nested")
+    assert [item.about for item in middle.items] == [
+        ("prefill", "mo", 0, "", 1, 512),
+        ("overlap", "lookahead", 8, "qa", 1, 0),
+    ]
+    assert batches == full[2]
+
+
+def test_a_cell_not_compared_with_plain_decoding_is_measured_with_it():
+    (stage,) = plan("--budgets 16 --policies lookahead lru --datasets qa")
+    known = {"cells": [known_cell(i, stage) for i in stage.items if i.kind == "cell"]}
+    (left,) = cell_plan.missing([stage], known, "m", "nested")
+    assert [(item.kind, item.policy) for item in left.items] == [
+        ("cell", "lookahead"),
+        ("exact", "lookahead"),
+    ]
+    (stage,) = plan("--budgets 16 --exact-at 24 --policies lookahead lru --datasets qa")
+    assert cell_plan.missing([stage], known, "m", "nested") == []
+
+
+def test_the_parts_that_take_long_are_told_what_is_known(tmp_path):
+    given = ["--data", "d", "--out", str(tmp_path), "--parts", "cells", "baseline", "kernels"]
+    for more, expected in (
+        ([], None),
+        (["--missing"], str(tmp_path / "h200.json")),
+        (["--missing", "other.json"], "other.json"),
+    ):
+        for task in bench_tasks.tasks(h200.parse([*given, *more])):
+            has = "--missing" in task.arguments
+            assert has == (expected is not None and task.part != "kernels")
+            assert not has or task.arguments[-1] == expected
+
+
 @pytest.mark.parametrize("more", [[], ["--quick"]])
 def test_what_h200_asks_for_are_options_of_cells(more):
     given = ["--data", "d", "--parts", "cells", "--cells-options", "--cell-s 3", *more]

@@ -47,6 +47,7 @@ class Task:
 def tasks(args: argparse.Namespace) -> Iterator[Task]:
     """What is to be run, in order: short and informative parts first."""
     data = ("--data", str(args.data))
+    known = ("--missing", str(args.missing)) if args.missing else ()
     for part in sorted(args.parts, key=PARTS.index):
         if part == "kernels":
             yield Task(part=part, script="kernels.py")
@@ -71,7 +72,7 @@ def tasks(args: argparse.Namespace) -> Iterator[Task]:
                     part=part,
                     model=model,
                     script="transformers_baseline.py",
-                    arguments=options,
+                    arguments=(*options, *known),
                     has_limit=True,
                 )
             for form in args.formats if part == "cells" else ():
@@ -80,7 +81,7 @@ def tasks(args: argparse.Namespace) -> Iterator[Task]:
                     model=model,
                     expert_format=form,
                     script="cells.py",
-                    arguments=(*about, "--format", form, *_cells_options(args)),
+                    arguments=(*about, "--format", form, *_cells_options(args), *known),
                     has_limit=True,
                 )
 

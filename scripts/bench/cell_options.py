@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from specter_jax.controller import AUTO
 from specter_jax.offload import DEFAULT_POLICY
@@ -37,6 +38,7 @@ def add_cell_options(parser: argparse.ArgumentParser) -> None:
     add("--warm-tokens", type=int, default=32)
     add("--cell-s", type=float, default=15.0, help="seconds that a cell may take")
     add("--limit-s", type=float, default=float("inf"), help="for everything, loading included")
+    add("--missing", type=Path, metavar="FILE", help="leave out what this result file has")
 
 
 def depth(text: str) -> int | str:

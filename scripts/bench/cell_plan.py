@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specter_jax.controller import AUTO
 from specter_jax.offload import DEFAULT_POLICY, get_policy
+from specter_jax.report.result_records import system_name
 from specter_jax.systems import get_system
 
 EXPECTED_S = {"cell": 8.0, "exact": 8.0, "prefill": 6.0, "overlap": 10.0}
@@ -118,6 +119,40 @@ def _batch_items(args: argparse.Namespace, batches: Sequence[int]) -> Iterator[I
     for policy in args.batch_policies:
         for batch in sorted(batches):
             yield _cell(5, policy, args.depths[0], args.datasets[0], batch)
+
+
+def missing(plan: Sequence[Stage], known: Mapping[str, Any], model: str, fmt: str) -> list[Stage]:
+    """The stages without what a result file (`results_file.py`) has of this model and format.
+
+    Exactness is compared with a cell of the same run: where it is wanted and no cell has it, the
+    cell is measured again. Stages with nothing left are gone.
+    """
+    mine = {"model": model, "expert_format": fmt}
+    cells, prefills = (
+        [e for e in known.get(name) or [] if all(e.get(k) == v for k, v in mine.items())]
+        for name in ("cells", "prefill")
+    )
+    fields = ("budget_gib", "policy", "depth", "dataset", "batch")
+    done = {tuple(cell.get(name) for name in fields): cell for cell in cells}
+    prompts = {(e["budget_gib"], e.get("system"), e["prompt_tokens"]) for e in prefills}
+
+    def wanted(stage: Stage) -> set[tuple[Any, ...]]:
+        return {item.about for item in stage.items}
+
+    def is_known(stage: Stage, item: Item) -> bool:
+        if item.kind == "prefill":
+            return (stage.budget, system_name({"policy": item.policy}), item.tokens) in prompts
+        if item.kind == "overlap":
+            return f"{model} {fmt}" in (known.get("overlap") or {})
+        cell = done.get((stage.budget, item.policy, item.depth, item.dataset, item.batch))
+        checked = dataclasses.replace(item, kind="exact").about in wanted(stage)
+        return cell is not None and ("plain" in cell or not checked)
+
+    left = (
+        dataclasses.replace(stage, items=tuple(i for i in stage.items if not is_known(stage, i)))
+        for stage in plan
+    )
+    return [stage for stage in left if stage.items]
 
 
 def _cell(rank: int, policy: str, depth: int | str, dataset: str, batch: int = 1) -> Item:

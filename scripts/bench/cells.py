@@ -24,10 +24,11 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import bench_prompts
 import overlap
+import results_file
 import true_size
 from cell_model import GIB, floor_ms, load, set_budget, summary
 from cell_options import add_cell_options, with_defaults
-from cell_plan import Item, Stage, Timetable, affordable, compared, stages
+from cell_plan import Item, Stage, Timetable, affordable, compared, missing, stages
 
 import specter_jax as sj
 from specter_jax.controller import AUTO
@@ -52,6 +53,10 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.begin = time.perf_counter()
+        self.plan = stages(args)
+        if args.missing:
+            known = results_file.read(args.missing)
+            self.plan = missing(self.plan, known, args.model, args.format)
         self.results: dict[str, Any] = {"cells": [], "prefill": [], "machine": {}, "failed": []}
         self.prompts: dict[str, list[list[int]]] = {}
         self.tokens: dict[tuple[Any, ...], tuple[dict[str, Any], list[list[int]]]] = {}
@@ -81,7 +86,7 @@ class Bench:
             args.data,
             args.model,
             expert_format=args.format,
-            budget=args.budgets[0],
+            budget=self.plan[0].budget,
             max_context=CONTEXT,
             num_layers=args.layers,
             progress=self.progress,
@@ -98,13 +103,12 @@ class Bench:
 
     def run(self, model: sj.Model) -> None:
         """All stages of the plan, as far as the time allows; an item's error ends only itself."""
-        plan = stages(self.args)
-        timetable = Timetable(plan, self.args.limit_s)
-        for number, stage in enumerate(plan):
+        timetable = Timetable(self.plan, self.args.limit_s)
+        for number, stage in enumerate(self.plan):
             if not any(timetable.fits(number, item, self.elapsed) for item in stage.items):
                 continue
             try:
-                if number:
+                if number or stage.max_batch > 1:
                     self.set_budget(model, stage)
             except sj.SpecterError as error:
                 self.failed(stage, None, error)
@@ -279,6 +283,9 @@ def now() -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
     bench = Bench(args)
+    if not bench.plan:
+        bench.say("nothing is missing")
+        return
     model = bench.load()
     bench.run(model)
     bench.say("done", len(bench.results["failed"]), "failed")

@@ -1,15 +1,16 @@
 """Everything that is measured on a GPU, by one command.
 
     python scripts/bench/h200.py --data DIR [--quick] [--parts cells kernels ...] [--limit-s S]
-        [--gpus 0 1] [--cells-options "--systems mo specter --cell-s 10"]
+        [--gpus 0 1] [--missing [FILE]] [--cells-options "--systems mo specter --cell-s 10"]
 
 DIR holds the small trained checkpoints, `stretch_checkpoint.py` and `datasets/` (`true_size.py`).
 Every part is a process of its own, so that host and device memory are free again after it, and what
 it wrote goes into OUT/h200.json at once (`results_file.py` has the format): a run may be cut short
 and go on another day with other `--models`, `--formats` or `--parts`. Parts that know a time limit
 share what `--limit-s` leaves, each leaving out what matters least (`cell_plan.py`). `--quick` takes
-fewer policies, prompts and tokens. With several `--gpus` as many parts run side by side, each with
-its share of the cores. The table of README.md is made from that file by `table.py --write`.
+fewer policies, prompts and tokens; `--missing` what no run before has measured. With several
+`--gpus` as many parts run side by side, each with its share of the cores. The table of
+README.md is made from that file by `table.py --write`.
 
 cells: time per token for budgets, policies, systems, depths and batches, prefill, overlap, per
 model and expert format. steps: one draft step and one verification without transfers. kernels: each
@@ -247,7 +248,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, nargs="+", help="numbers; parts run side by side")
     parser.add_argument("--cells-options", default="", help="further options of cells.py, as text")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="for all together")
+    parser.add_argument(
+        "--missing",
+        type=Path,
+        nargs="?",
+        const=True,
+        metavar="FILE",
+        help="of cells and baseline only what this result file lacks (without FILE: OUT/h200.json)",
+    )
     args = parser.parse_args(argv)
+    if args.missing is True:
+        args.missing = args.out / "h200.json"
     args.models = args.models or list(true_size.MODELS)
     args.given = argv
     return args

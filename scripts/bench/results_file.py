@@ -6,7 +6,7 @@
 
 WHAT is a model and expert format, as in "deepseek-v2-lite nested". An entry of a list is told from
 others by the fields in `KEYS`: measured again it is replaced, all else stays, each entry with the
-date it was measured at. So several short sessions add up to one file. Sections not named here, such
+date it was measured at. So several short runs add up to one file. Sections not named here, such
 as the planner's, are kept. Everything is a pure function but `read` and `write`.
 
     python scripts/bench/results_file.py NEW.json... --into results/h200.json

@@ -21,7 +21,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ except ImportError as error:
         "accelerate: pip install torch transformers accelerate"
     ) from None
 
+import results_file
 import true_size
 from random_weights import fill
 
@@ -248,6 +249,22 @@ def _tokens(model: torch.nn.Module, prompt: torch.Tensor) -> Iterator[int]:
         yield int(tokens)
 
 
+def missing(
+    budgets: Sequence[float], known: Mapping[str, Any], args: argparse.Namespace
+) -> list[float]:
+    """Budgets of which the result file lacks the cell, or a longer prompt that is wanted there."""
+
+    def of_model(section: str) -> list[Mapping[str, Any]]:
+        entries = known.get(section) or []
+        return [e for e in entries if (e["model"], e.get("system")) == (args.model, "transformers")]
+
+    cells = {entry["budget_gib"] for entry in of_model("baseline")}
+    prompts = {(entry["budget_gib"], entry["prompt_tokens"]) for entry in of_model("prefill")}
+    wanted = {(at, length) for at in args.prefill_at for length in args.prefill}
+    lacking = {at for at, length in wanted - prompts}
+    return [budget for budget in budgets if budget not in cells or budget in lacking]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
@@ -261,12 +278,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cell-s", type=float, default=8.0, help="seconds that a cell may take")
     parser.add_argument("--headroom-gib", type=float, default=HEADROOM_GIB)
     parser.add_argument("--limit-s", type=float, default=float("inf"))
+    parser.add_argument("--missing", type=Path, help="leave out budgets this result file has")
     parser.add_argument("--tiny", action="store_true", help="a few small layers; no figures")
     args = parser.parse_args(argv)
     if args.new_tokens < 2:
         parser.error("--new-tokens must be at least 2")
     budgets = sorted(args.budgets or true_size.MODELS[args.model].budgets_gib)
     args.prefill_at = args.prefill_at or [budgets[len(budgets) // 2]]
+    if args.missing:
+        budgets = missing(budgets, results_file.read(args.missing), args)
+        if not budgets:
+            print("nothing is missing", flush=True)
+            return
     baseline = Baseline(args)
     for budget in budgets:
         if baseline.elapsed > args.limit_s:
