@@ -64,7 +64,7 @@ def convert_checkpoint(
             where 128 does not divide (32, 16, 8 in tiny models).
         dtype: "bfloat16", "float16" or "float32" for shared parameters and experts; by default
             that of the source.
-        expert_format: "nested" stores an expert as what its INT4 draft does not say, about 8.5 bits
+        expert_format: "nested" stores an expert as what its INT4 draft does not say, about 8.6 bits
             a weight, with no loss (bfloat16 only); "plain" stores it as it is. By default nested
             where that is possible.
         force: replace another conversion at the destination.

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 
 DEFAULT_MODEL = ROOT / "tests" / "data" / "tiny-deepseek_v2"
-DEFAULT_DATASET = ROOT.parent / "shared" / "datasets" / "spec_bench.jsonl"
+DEFAULT_DATASET = ROOT / "tests" / "data" / "prompts.jsonl"
+"""A few prompts of our own; the README's figures are of Spec-Bench's `spec_bench.jsonl`."""
 
 # Spec-Bench (Xia et al. 2024) counts the eight categories of MT-bench as one task.
 _MT_BENCH = frozenset(

@@ -59,7 +59,8 @@ class Stats:
     # Expert weights moved from host to device, prefill included, in bytes; and the prefill's part.
     bytes_host_to_device: int
     prefill_bytes_host_to_device: int
-    # From the request to its first token; the prefill is the part on the device.
+    # From the start of a batch (compiled, and no other running) to its first tokens; the prefill is
+    # the part on the device.
     ttft_ms: float
     prefill_ms: float
     # From the first token to the last; per token of one sequence: decode_ms / (its tokens - 1).

@@ -22,18 +22,28 @@ PROCESS_ID = 1
 class AsyncSpan(Protocol):
     """Something in flight; `end` is called once it has arrived."""
 
-    def end(self, **args: Any) -> None: ...
+    def end(self, **args: Any) -> None:
+        """Records the arrival."""
 
 
 class Tracer(Protocol):
     """What the engine records into: `Trace`, or `NullTrace` when nobody asked for one."""
 
     @property
-    def enabled(self) -> bool: ...
-    def span(self, track: str, name: str, **args: Any) -> contextlib.AbstractContextManager: ...
-    def async_span(self, track: str, name: str, **args: Any) -> AsyncSpan: ...
-    def instant(self, track: str, name: str, **args: Any) -> None: ...
-    def counter(self, name: str, **values: float) -> None: ...
+    def enabled(self) -> bool:
+        """Whether anything is kept: if not, arguments that cost something need not be made."""
+
+    def span(self, track: str, name: str, **args: Any) -> contextlib.AbstractContextManager:
+        """What happens inside, as one block of a track."""
+
+    def async_span(self, track: str, name: str, **args: Any) -> AsyncSpan:
+        """Begins something that ends elsewhere."""
+
+    def instant(self, track: str, name: str, **args: Any) -> None:
+        """A moment on a track."""
+
+    def counter(self, name: str, **values: float) -> None:
+        """Values over time."""
 
 
 class Trace:

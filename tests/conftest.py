@@ -29,6 +29,14 @@ def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return convert_checkpoint(TINY_SOURCE, tmp_path_factory.mktemp("tiny") / "model").path
 
 
+@pytest.fixture(scope="session")
+def plain(tiny_directory: Path) -> list[list[int]]:
+    """What every engine test's greedy output for `PROMPTS` must be; not to be changed."""
+    from tests.engine_cases import plain_tokens
+
+    return plain_tokens(tiny_directory)
+
+
 MOST_MAPS = 20_000
 """Of the 65,530 memory maps that Linux gives a process by default. XLA on the CPU takes some tens
 for every compiled program, and crashes where there are no more."""

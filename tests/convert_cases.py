@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoints import bfloat16, random_tensors, tiny_config, write_checkpoint
 from safetensors.numpy import save_file
 
 from convert.mapping import expert_names, fused_expert_names
 from pallas_kernels.nested import decode_numpy
 from specter_jax.checkpoint import Checkpoint
 from specter_jax.config import ModelConfig
+from tests.checkpoints import bfloat16, random_tensors, tiny_config, write_checkpoint
 
 EMBEDDED_MODEL = Path(__file__).parent / "data" / "tiny-deepseek_v2"
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from engine_cases import load_tiny
 
 import specter_jax as sj
 from specter_jax.errors import InvalidRequestError, SpecterError
+from tests.engine_cases import load_tiny
 
 GENERATE = {
     "max_new_tokens": [0, -1, 1.5, "5", None, float("nan"), True],

@@ -11,16 +11,6 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import (
-    bfloat16,
-    draft_tree,
-    packed_expert,
-    random_tensors,
-    shared_tree,
-    tiny_config,
-    write_checkpoint,
-)
-from convert_cases import edit_json
 from safetensors import safe_open
 
 from convert import convert_checkpoint
@@ -33,6 +23,16 @@ from specter_jax.errors import (
     InvalidRequestError,
     MissingFileError,
 )
+from tests.checkpoints import (
+    bfloat16,
+    draft_tree,
+    packed_expert,
+    random_tensors,
+    shared_tree,
+    tiny_config,
+    write_checkpoint,
+)
+from tests.convert_cases import edit_json
 
 HF_CONFIG = tiny_config("deepseek_v2")
 TENSORS = bfloat16(random_tensors(HF_CONFIG))

@@ -103,7 +103,7 @@ def test_a_stop_string_ends_the_text(capsys, tiny_directory, expected):
 
 
 def test_a_hugging_face_directory_is_converted_once(capsys, tmp_path):
-    from conftest import TINY_SOURCE
+    from tests.conftest import TINY_SOURCE
 
     arguments = ("info", TINY_SOURCE, "--cache-dir", tmp_path, "--json")
     code, out, _ = run(capsys, *arguments)

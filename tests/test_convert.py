@@ -5,7 +5,13 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import (
+
+from convert import ArraySource, LazyTensor, convert_checkpoint
+from convert.cli import main
+from specter_jax.checkpoint import GroupSizes, open_checkpoint
+from specter_jax.config import ModelConfig
+from specter_jax.errors import InvalidRequestError
+from tests.checkpoints import (
     FAMILY_FIELDS,
     bfloat16,
     packed_expert,
@@ -14,7 +20,7 @@ from checkpoints import (
     tiny_config,
     write_checkpoint,
 )
-from convert_cases import (
+from tests.convert_cases import (
     EMBEDDED_MODEL,
     digests,
     fused,
@@ -22,12 +28,6 @@ from convert_cases import (
     stored_expert,
     write_canonical,
 )
-
-from convert import ArraySource, LazyTensor, convert_checkpoint
-from convert.cli import main
-from specter_jax.checkpoint import GroupSizes, open_checkpoint
-from specter_jax.config import ModelConfig
-from specter_jax.errors import InvalidRequestError
 
 
 def weights(directory: Path) -> dict[str, str]:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import bfloat16, random_tensors, tiny_config, write_checkpoint
-from convert_cases import edit_json, fused, write_canonical
 from safetensors.numpy import save_file
 
 from convert import ArraySource, LazyTensor, convert_checkpoint
@@ -16,6 +14,8 @@ from convert.cli import main
 from convert.sources import INDEX_FILE
 from specter_jax.checkpoint.safetensors_file import DamagedFileError, read_header
 from specter_jax.errors import ConversionError, UnsupportedModelError
+from tests.checkpoints import bfloat16, random_tensors, tiny_config, write_checkpoint
+from tests.convert_cases import edit_json, fused, write_canonical
 
 HF_CONFIG = tiny_config("deepseek_v2")
 GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"

@@ -9,11 +9,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from convert_cases import EMBEDDED_MODEL
 
 from convert import InMemoryCheckpoint, SafetensorsSource, convert_checkpoint
 from specter_jax.checkpoint import open_checkpoint
 from specter_jax.errors import ConversionError, InvalidRequestError
+from tests.convert_cases import EMBEDDED_MODEL
 
 
 @pytest.mark.parametrize("expert_format", ["nested", "plain"])

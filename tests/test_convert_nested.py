@@ -5,8 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import bfloat16, packed_expert, random_tensors, tiny_config, write_checkpoint
-from convert_cases import edit_json, small_source, stored_expert
 from safetensors import safe_open
 
 from convert import convert_checkpoint
@@ -14,6 +12,8 @@ from convert.cli import main
 from pallas_kernels.nested import NestedLayout
 from specter_jax.checkpoint import open_checkpoint
 from specter_jax.errors import ChecksumError, ConversionError, InvalidRequestError
+from tests.checkpoints import bfloat16, packed_expert, random_tensors, tiny_config, write_checkpoint
+from tests.convert_cases import edit_json, small_source, stored_expert
 
 HF_CONFIG = tiny_config("qwen2_moe")
 EXPERT_FILE = "experts/layers_01.safetensors"

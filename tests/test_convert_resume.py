@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from convert_cases import digests, small_source
 
 import convert.conversion
 import convert.layers
@@ -18,6 +17,7 @@ from convert import convert_checkpoint
 from convert.cli import EXIT_INTERRUPTED, main
 from specter_jax.checkpoint import open_checkpoint
 from specter_jax.errors import ConversionError, InvalidRequestError
+from tests.convert_cases import digests, small_source
 
 LAST_LAYER = "experts/layers_02"
 
@@ -303,7 +303,7 @@ MEMORY_PROGRAM = """
 import resource, sys
 from pathlib import Path
 import ml_dtypes, numpy as np
-from checkpoints import tiny_config
+from tests.checkpoints import tiny_config
 from convert import ArraySource, LazyTensor, convert_checkpoint
 from convert.mapping import expert_names, shared_targets
 from specter_jax.config import ModelConfig

@@ -5,18 +5,8 @@ import pytest
 
 from specter_jax.controller import DepthController
 from specter_jax.engine import decode, drafting
-from tests.engine_cases import (
-    ALL,
-    MANY,
-    PROMPTS,
-    QUARTER,
-    plain_tokens,
-    run,
-    wrong_draft,
-)
-from tests.engine_cases import (
-    load_in_stretches as load_tiny,
-)
+from tests.engine_cases import ALL, MANY, PROMPTS, QUARTER, run, wrong_draft
+from tests.engine_cases import load_in_stretches as load_tiny
 
 
 def count_drafts(monkeypatch, begins=True):
@@ -39,7 +29,7 @@ def count_drafts(monkeypatch, begins=True):
 
 
 @pytest.mark.parametrize("slots", [QUARTER, MANY, ALL])
-def test_output_and_books_are_those_of_drafts_that_wait(tiny_directory, monkeypatch, slots):
+def test_output_and_books_are_those_of_drafts_that_wait(tiny_directory, plain, monkeypatch, slots):
     model = load_tiny(tiny_directory, slots)
     run(model, PROMPTS[:1])
     results = []
@@ -49,7 +39,7 @@ def test_output_and_books_are_those_of_drafts_that_wait(tiny_directory, monkeypa
             results.append(run(model, PROMPTS))
         assert (counts["begun"] > 0) == begins
     early, late = results
-    assert early.tokens == late.tokens == plain_tokens(tiny_directory)
+    assert early.tokens == late.tokens == plain
     for name in ("iterations", "drafted", "accepted", "judged", "expert_choices"):
         assert getattr(early.stats, name) == getattr(late.stats, name), name
 
@@ -63,7 +53,9 @@ def test_sampled_output_is_the_same(tiny_directory, monkeypatch):
     assert counts["first"] > 0
 
 
-def test_a_draft_is_begun_again_after_a_miss_and_never_past_the_end(tiny_directory, monkeypatch):
+def test_a_draft_is_begun_again_after_a_miss_and_never_past_the_end(
+    tiny_directory, plain, monkeypatch
+):
     model = load_tiny(tiny_directory, MANY)
     with wrong_draft(model):
         run(model, PROMPTS[:1])
@@ -74,9 +66,7 @@ def test_a_draft_is_begun_again_after_a_miss_and_never_past_the_end(tiny_directo
     # lacked an expert began one in vain.
     assert counts["first"] >= stats.iterations
     assert counts["begun"] >= counts["first"] - stats.iterations
-    assert (
-        run(model, PROMPTS[:1], max_new_tokens=2).tokens[0] == plain_tokens(tiny_directory)[0][:2]
-    )
+    assert run(model, PROMPTS[:1], max_new_tokens=2).tokens[0] == plain[0][:2]
 
 
 def test_with_every_expert_resident_verification_follows_the_draft_at_once(
@@ -136,10 +126,10 @@ def test_no_draft_is_begun_before_a_plain_iteration_that_was_planned(tiny_direct
 
 
 def test_a_draft_that_is_not_wanted_is_over_before_plain_decoding_is_timed(
-    tiny_directory, monkeypatch
+    tiny_directory, plain, monkeypatch
 ):
     # Before the controller is another one.
-    expected = plain_tokens(tiny_directory)
+    expected = plain
     model = load_tiny(tiny_directory, ALL)
     turns = iter([4, 0, 4, 0, 4, 4, 4, 4, 4, 4, 4, 4])
     controller = DepthController(fixed=4)

@@ -12,18 +12,10 @@ from tests.engine_cases import (
     PROMPTS,
     QUARTER,
     assert_slots_match_store,
-    plain_tokens,
     run,
     wrong_draft,
 )
-from tests.engine_cases import (
-    load_in_stretches as load_tiny,
-)
-
-
-@pytest.fixture(scope="module")
-def plain(tiny_directory):
-    return plain_tokens(tiny_directory)
+from tests.engine_cases import load_in_stretches as load_tiny
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3, 8, 16])

@@ -9,23 +9,8 @@ import pytest
 
 from specter_jax import models
 from specter_jax.engine import layered, stretches
-from tests.engine_cases import (
-    ALL,
-    MANY,
-    PROMPTS,
-    QUARTER,
-    plain_tokens,
-    run,
-    wrong_draft,
-)
-from tests.engine_cases import (
-    load_in_stretches as load_tiny,
-)
-
-
-@pytest.fixture(scope="module")
-def plain(tiny_directory):
-    return plain_tokens(tiny_directory)
+from tests.engine_cases import ALL, MANY, PROMPTS, QUARTER, run, wrong_draft
+from tests.engine_cases import load_in_stretches as load_tiny
 
 
 def watched(monkeypatch):

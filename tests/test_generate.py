@@ -5,16 +5,7 @@ import pytest
 
 from specter_jax.errors import InvalidRequestError, PromptError, UnknownPolicyError
 from specter_jax.text import encode_prompts, load_tokenizer
-from tests.engine_cases import (
-    ALL,
-    CONTEXT,
-    NEW_TOKENS,
-    PROMPTS,
-    load_tiny,
-    plain_tokens,
-    run,
-    wrong_draft,
-)
+from tests.engine_cases import ALL, CONTEXT, NEW_TOKENS, PROMPTS, load_tiny, run, wrong_draft
 
 SAMPLED = {"temperature": 1.0, "top_p": 0.95}
 
@@ -22,11 +13,6 @@ SAMPLED = {"temperature": 1.0, "top_p": 0.95}
 @pytest.fixture(scope="module")
 def model(tiny_directory):
     return load_tiny(tiny_directory)
-
-
-@pytest.fixture(scope="module")
-def plain(tiny_directory):
-    return plain_tokens(tiny_directory)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Who computes an op: chosen by the device, or on request."""
 
 import jax.numpy as jnp
-import kernel_cases as cases
 import numpy as np
 import pytest
 
@@ -14,6 +13,7 @@ from pallas_kernels.expert_ffn import api as ffn_api
 from pallas_kernels.expert_ffn import config as ffn_config
 from pallas_kernels.expert_ffn import reference as ffn_reference
 from pallas_kernels.tuning import device_file_name, tuned_fields
+from tests import kernel_cases as cases
 
 SIZES = cases.Sizes(hidden=64, inner=32, num_experts=3)
 

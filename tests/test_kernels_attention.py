@@ -2,7 +2,6 @@
 
 import functools
 
-import attention_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +13,7 @@ from pallas_kernels.decode_attention.config import (
     config_for,
     unsupported_reason,
 )
+from tests import attention_cases as cases
 
 SMALL = DecodeAttentionConfig(split=32, block=16, combine_splits=2)
 FLOAT32 = 2e-6

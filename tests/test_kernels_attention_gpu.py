@@ -2,7 +2,6 @@
 
 import functools
 
-import attention_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 
 from pallas_kernels import tuning
 from pallas_kernels.decode_attention import api
+from tests import attention_cases as cases
 
 pytestmark = pytest.mark.gpu
 

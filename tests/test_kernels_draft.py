@@ -5,7 +5,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import kernel_cases as cases
 import numpy as np
 import pytest
 
@@ -14,6 +13,7 @@ from pallas_kernels.draft_experts.arithmetic import pack_tables
 from pallas_kernels.draft_experts.config import config_for, unsupported_reason
 from pallas_kernels.draft_experts.pallas_triton import draft_experts, draft_routed
 from pallas_kernels.routing import RoutingRule, choose_experts, compares
+from tests import kernel_cases as cases
 
 # Tables within 0.4 % of their largest entry and bytes for activations in three products.
 ROUNDING = 2e-2

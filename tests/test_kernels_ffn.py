@@ -4,13 +4,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import kernel_cases as cases
 import numpy as np
 import pytest
 
 from pallas_kernels.constants import NOT_RESIDENT
 from pallas_kernels.expert_ffn.config import ExpertFFNConfig, config_for
 from pallas_kernels.expert_ffn.pallas_triton import expert_ffn
+from tests import kernel_cases as cases
 
 SIZES = cases.Sizes(hidden=64, inner=48)
 SMALL = ExpertFFNConfig(block_rows=4, block_out=16, block_in=16)

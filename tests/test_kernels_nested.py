@@ -5,7 +5,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import kernel_cases as cases
 import ml_dtypes
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from pallas_kernels.nested import NestedLayout, decode_numpy, encode, num_escape
 from pallas_kernels.nested_ffn import arithmetic
 from pallas_kernels.nested_ffn.config import VARIANTS, NestedFFNConfig, config_for
 from pallas_kernels.nested_ffn.pallas_triton import nested_ffn
+from tests import kernel_cases as cases
 
 SIZES = cases.Sizes(hidden=64, inner=96, num_experts=4, top_k=2, group=32)
 SMALL = NestedFFNConfig(block_rows=8, block_out=16, block_in=32, quads=1)

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import tiny_config
 
 from specter_jax.checkpoint import FORMAT_NAME, FORMAT_VERSION, Manifest
 from specter_jax.config import ModelConfig
 from specter_jax.errors import CheckpointError
+from tests.checkpoints import tiny_config
 
 PATH = Path("model/manifest.json")
 RECORD = {"bytes": 1, "sha256": "0" * 64}

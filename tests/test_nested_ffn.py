@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import kernel_cases as cases
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from pallas_kernels.int4.layout import encode as encode_draft
 from pallas_kernels.nested import NestedLayout, encode, with_capacity
 from pallas_kernels.nested_ffn import api, nested_ffn
 from pallas_kernels.nested_ffn import reference as nested_reference
+from tests import kernel_cases as cases
 
 SIZES = cases.Sizes(hidden=64, inner=48, group=16)
 

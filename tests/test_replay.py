@@ -12,7 +12,7 @@ import pytest
 from specter_jax.offload import LookaheadEviction, LruEviction
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "replay_traces.py"
-TRACES = Path(os.environ.get("SPECTER_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
+TRACES = Path(os.environ.get("SPECTER_TRACES", "traces"))
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-from report_cases import MODELS, cell, made_up_records, made_up_report
 
 from specter_jax.cli import session
 from specter_jax.cli.main import main
@@ -14,6 +13,7 @@ from specter_jax.report.catalogue import CATALOGUE
 from specter_jax.report.evaluation import add_results
 from specter_jax.report.page import draw_all, render_page
 from specter_jax.report.storage import read_report, write_report
+from tests.report_cases import MODELS, cell, made_up_records, made_up_report
 
 
 def test_every_section_has_its_figure():

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from report_cases import cell, made_up_report
 
 from specter_jax.report import SMALL
 from specter_jax.report.evaluation import add_results
@@ -16,6 +15,7 @@ from specter_jax.report.panels import budgets_of, by_experts, filled, place_name
 from specter_jax.report.results import read_results
 from specter_jax.report.sources import about, files_of, source_rows
 from specter_jax.report.style import budget_order
+from tests.report_cases import cell, made_up_report
 
 PLACES = [
     ("big", "nested", 16),

@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-from report_full import BATCHES, BUDGETS, DATASETS, FORMATS, full_results
 
 from specter_jax.report.catalogue import CATALOGUE
 from specter_jax.report.figures_prefill import draw_prefill
@@ -12,6 +11,7 @@ from specter_jax.report.figures_time import draw_depth, draw_verification
 from specter_jax.report.results import read_results
 from specter_jax.report.sources import commits_of, files_of
 from specter_jax.report.style import drawing, places
+from tests.report_full import BATCHES, BUDGETS, DATASETS, FORMATS, full_results
 
 SECTIONS = ("depth", "prefill", "draft", "verification")
 SECTIONS += ("end_to_end", "batch", "hit_rate", "planner")

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from report_cases import cell
 
 from specter_jax.errors import InvalidRequestError
 from specter_jax.report import TRUE_SIZE
@@ -12,6 +11,7 @@ from specter_jax.report.result_records import records_of
 from specter_jax.report.results import read_results
 from specter_jax.report.style import places
 from specter_jax.trace import Trace
+from tests.report_cases import cell
 
 
 def test_a_gpu_run_becomes_records():

@@ -3,16 +3,15 @@
 import warnings
 
 import pytest
-from engine_cases import CONTEXT, PROMPTS, load_tiny, plain_tokens, run
 
 import specter_jax as sj
 from specter_jax.errors import BudgetError, InvalidRequestError
+from tests.engine_cases import CONTEXT, PROMPTS, load_tiny, run
 
 
-def test_a_resized_model_gives_the_same_output(tiny_directory):
+def test_a_resized_model_gives_the_same_output(tiny_directory, plain):
     # A model of its own: others share what `load_tiny` gives.
     model = sj.load(tiny_directory, expert_slots=40, dtype="float32", max_context=CONTEXT)
-    plain = plain_tokens(tiny_directory)
     run(model, PROMPTS[:1])
     for slots in (24, 160):
         model.resize(expert_slots=slots)
@@ -21,7 +20,7 @@ def test_a_resized_model_gives_the_same_output(tiny_directory):
         assert run(model, PROMPTS[:1]).tokens == plain[:1]
 
 
-def test_a_budget_that_is_too_small_leaves_the_model_as_it_is(tiny_directory):
+def test_a_budget_that_is_too_small_leaves_the_model_as_it_is(tiny_directory, plain):
     model = load_tiny(tiny_directory)
     before = model.pool.num_slots
     with pytest.raises(BudgetError, match="too small"):
@@ -31,7 +30,7 @@ def test_a_budget_that_is_too_small_leaves_the_model_as_it_is(tiny_directory):
     with pytest.raises(BudgetError, match="both given"):
         model.resize(gpu_memory="8GiB", expert_slots=30)
     assert model.pool.num_slots == before
-    assert run(model, PROMPTS[:1]).tokens == plain_tokens(tiny_directory)[:1]
+    assert run(model, PROMPTS[:1]).tokens == plain[:1]
 
 
 def test_more_slots_than_experts_are_said_not_to_be_used(tiny_directory):

@@ -10,15 +10,7 @@ from specter_jax.engine.slots import COMMIT_SIZES, SlotPool
 from specter_jax.engine.store import ExpertStore, pin_layer
 from specter_jax.errors import CacheFullError
 from specter_jax.offload import get_policy, make_eviction
-from tests.engine_cases import (
-    ALL,
-    PROMPTS,
-    QUARTER,
-    assert_slots_match_store,
-    load_tiny,
-    plain_tokens,
-    run,
-)
+from tests.engine_cases import ALL, PROMPTS, QUARTER, assert_slots_match_store, load_tiny, run
 
 LAYERS, EXPERTS, SIZE = 3, 6, 4
 
@@ -203,9 +195,10 @@ class Interruption:
 
 @pytest.mark.parametrize("at", [1, 2, 5, 9])
 @pytest.mark.parametrize("place", ["on_text", "_commit", "_start"])
-def test_an_interrupted_generation_leaves_the_model_exact(tiny_directory, monkeypatch, place, at):
+def test_an_interrupted_generation_leaves_the_model_exact(
+    tiny_directory, plain, monkeypatch, place, at
+):
     model = load_tiny(tiny_directory)
-    plain = plain_tokens(tiny_directory)
     run(model, PROMPTS[:1])
     options = {}
     with monkeypatch.context() as patch:
@@ -223,12 +216,13 @@ def test_an_interrupted_generation_leaves_the_model_exact(tiny_directory, monkey
 
 @pytest.mark.parametrize("at", [1, 4])
 @pytest.mark.parametrize("program", ["draft", "verify", "route", "experts", "accept"])
-def test_an_interrupted_program_leaves_the_model_exact(tiny_directory, monkeypatch, program, at):
+def test_an_interrupted_program_leaves_the_model_exact(
+    tiny_directory, plain, monkeypatch, program, at
+):
     import dataclasses
 
     # With every expert resident all is verified in one program, else mostly by layers.
     model = load_tiny(tiny_directory, ALL if program == "verify" else QUARTER)
-    plain = plain_tokens(tiny_directory)
     run(model, PROMPTS[:1])
     stopping = Interruption(getattr(model.programs, program), at)
     with monkeypatch.context() as patch:
@@ -239,7 +233,7 @@ def test_an_interrupted_program_leaves_the_model_exact(tiny_directory, monkeypat
     assert_slots_match_store(model)
 
 
-def test_an_interrupted_change_of_policy_leaves_the_model_exact(tiny_directory, monkeypatch):
+def test_an_interrupted_change_of_policy_leaves_the_model_exact(tiny_directory, plain, monkeypatch):
     model = load_tiny(tiny_directory)
     run(model, PROMPTS[:1])
     with monkeypatch.context() as patch:
@@ -247,7 +241,7 @@ def test_an_interrupted_change_of_policy_leaves_the_model_exact(tiny_directory, 
         with pytest.raises(KeyboardInterrupt):
             run(model, PROMPTS[:1], policy="sp-e")
     result = run(model, PROMPTS[:2], policy="sp-e")
-    assert result.tokens == plain_tokens(tiny_directory)[:2]
+    assert result.tokens == plain[:2]
     assert_slots_match_store(model)
 
 

@@ -7,16 +7,7 @@ from specter_jax.cli.arguments import build_parser
 from specter_jax.errors import InvalidRequestError
 from specter_jax.offload import ExpertCache, LayerLruEviction, get_policy
 from specter_jax.systems import SYSTEMS, get_system
-from tests.engine_cases import (
-    ALL,
-    FEW,
-    PROMPTS,
-    QUARTER,
-    assert_slots_match_store,
-    load_tiny,
-    plain_tokens,
-    run,
-)
+from tests.engine_cases import ALL, FEW, PROMPTS, QUARTER, assert_slots_match_store, load_tiny, run
 
 LAYERS, EXPERTS = 4, 8
 
@@ -104,12 +95,12 @@ def test_a_layer_borrows_what_it_needs_and_gives_it_back():
 
 @pytest.mark.parametrize("slots", [FEW, QUARTER])
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_every_system_gives_the_plain_output(tiny_directory, name, slots):
+def test_every_system_gives_the_plain_output(tiny_directory, plain, name, slots):
     model = load_tiny(tiny_directory, slots)
     system = get_system(name)
     depth = 3 if system.depth == "auto" else system.depth
     result = run(model, PROMPTS[:2], policy=system.policy, depth=depth)
-    assert result.tokens == plain_tokens(tiny_directory)[:2]
+    assert result.tokens == plain[:2]
     assert_slots_match_store(model)
 
 

@@ -139,7 +139,11 @@ def _add_generate(commands: Any) -> None:
         "--ignore-eos", action="store_true", help="go on after the end-of-sequence token"
     )
     parser.add_argument(
-        "--batch-size", type=positive, default=1, metavar="B", help="prompts decoded together"
+        "--batch-size",
+        type=positive,
+        default=1,
+        metavar="B",
+        help="prompts decoded together (default 1)",
     )
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -157,8 +161,12 @@ def _add_info(commands: Any) -> None:
         "--gpu-memory", type=checked(parse_size), metavar="SIZE", help="a budget, such as 16GiB"
     )
     _add_context(parser)
-    parser.add_argument("--batch-size", type=positive, default=1, metavar="B")
-    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0])
+    parser.add_argument(
+        "--batch-size", type=positive, default=1, metavar="B", help="sequences at once (default 1)"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default=DTYPES[0], help=f"of computation (default {DTYPES[0]})"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
 
 
@@ -181,7 +189,9 @@ def _add_profile(commands: Any) -> None:
     )
     _add_policy(parser)
     _add_memory(parser)
-    parser.add_argument("--batch-size", type=positive, default=1, metavar="B")
+    parser.add_argument(
+        "--batch-size", type=positive, default=1, metavar="B", help="sequences at once (default 1)"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object, no table")
     parser.add_argument(
         "--plot",

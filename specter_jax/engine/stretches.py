@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -87,12 +88,24 @@ def stretch_length(ctx: Context, m: int, foreseen: Foreseen) -> int:
     return 1
 
 
-def run_stretch(ctx, kv, hidden, m, length, foreseen, lengths, mask, prompt, top_up) -> Outcome:
+def run_stretch(
+    ctx: Context,
+    kv: list[Any],
+    hidden: jax.Array,
+    m: int,
+    length: int,
+    foreseen: Foreseen,
+    lengths: jax.Array | np.ndarray,
+    mask: jax.Array | np.ndarray,
+    prompt: bool,
+    top_up: Callable[[], None],
+) -> Outcome:
     """Runs MoE layers m .. m + length - 1 as far as no expert is missing, at least one if it can.
 
     In a prompt everything is foreseen, so that none can be missing.
 
-    kv: list of all layers' KV, changed in place. top_up: issues guesses for later layers.
+    kv: list of all layers' KV, changed in place. hidden: [B, T, H], the state before layer m.
+    lengths: int32 [B]; mask: bool [B, T]; prompt: whether it is one. top_up: issues guesses for later layers.
     foreseen is corrected by what routing said of layers that have to run again.
     """
     pool, layers = ctx.pool, ctx.config.moe_layers[m : m + length]
@@ -125,8 +138,17 @@ def first_missing(misses: np.ndarray) -> int:
     return int(np.argmax(misses > 0)) if misses.any() else len(misses)
 
 
-def stretch_arguments(ctx, kv, hidden, m, length, lengths, mask, prompt) -> tuple[Any, ...]:
-    """What `programs.stretch` takes; kv: all layers'."""
+def stretch_arguments(
+    ctx: Context,
+    kv: list[Any],
+    hidden: jax.Array,
+    m: int,
+    length: int,
+    lengths: jax.Array | np.ndarray,
+    mask: jax.Array | np.ndarray,
+    prompt: bool,
+) -> tuple[Any, ...]:
+    """What `programs.stretch` takes, from what `run_stretch` does."""
     layers = ctx.config.moe_layers[m : m + length]
     return (
         stretch_kinds(ctx, m, length),
@@ -142,7 +164,9 @@ def stretch_arguments(ctx, kv, hidden, m, length, lengths, mask, prompt) -> tupl
     )
 
 
-def _bring(ctx: Context, m: int, length: int, needed: np.ndarray, top_up) -> set[Key]:
+def _bring(
+    ctx: Context, m: int, length: int, needed: np.ndarray, top_up: Callable[[], None]
+) -> set[Key]:
     """Makes what the layers need resident and pins it; returns what had not arrived in time."""
     pool = ctx.pool
     missing: list[Key] = []
