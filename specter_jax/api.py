@@ -66,8 +66,8 @@ def generate(
         prompts: texts, or token ids.
         max_new_tokens: most tokens per prompt; less where the context ends before.
         depth: tokens drafted per verification, 0 (plain decoding) to 16, or "auto".
-        policy: "lookahead", or a baseline: "sp-l", "sp-e", "lru-s", "lru", and those of the published
-            systems (`specter_jax.systems`): "mo", "mo-sm", "specmoeoff".
+        policy: "lookahead", or a baseline: "sp-l", "sp-e", "lru-s", "lru", and those of the
+            published systems (`specter_jax.systems`): "mo", "mo-sm", "specmoeoff".
         temperature, top_k, top_p, seed: sampling; temperature 0 is greedy. A prompt's samples
             depend on the seed and the prompt's place in `prompts`, not on batching.
         stop: strings that end a text and are cut off.

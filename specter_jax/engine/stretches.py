@@ -105,7 +105,8 @@ def run_stretch(
     In a prompt everything is foreseen, so that none can be missing.
 
     kv: list of all layers' KV, changed in place. hidden: [B, T, H], the state before layer m.
-    lengths: int32 [B]; mask: bool [B, T]; prompt: whether it is one. top_up: issues guesses for later layers.
+    lengths: int32 [B]; mask: bool [B, T]; prompt: whether it is one. top_up: issues
+    guesses for later layers.
     foreseen is corrected by what routing said of layers that have to run again.
     """
     pool, layers = ctx.pool, ctx.config.moe_layers[m : m + length]
