@@ -103,9 +103,9 @@ def generate(
     ]
     recorders, outputs, texts = [], [], []
     with model.exclusive():
-        model.use_policy(policy)
         # An interruption while slots were filled comes to light here.
         model.pool.settle()
+        model.use_policy(policy)
         for batch in batches:
             model.ensure_warm(batch, _depths(policy, fixed_depth))
         for batch in batches:

@@ -161,7 +161,8 @@ class Model:
         gpu_memory, expert_slots: as for `load`, which also warns alike.
 
         Raises:
-            BudgetError: the budget is too small; the model stays as it is.
+            BudgetError: the budget is too small; the model stays as it is. After any other error
+                it has its old slots, filled again by the next request.
             InvalidRequestError: an argument is out of range, or the model is generating.
         """
         budget = None if gpu_memory is None else parse_size(gpu_memory)
@@ -170,6 +171,7 @@ class Model:
         with self.exclusive():
             # The old slots go first: both may not fit.
             self.pool.settle()
+            self.cache_is_filled = False
             self.pool.slots.delete()
             self.pool = _make_pool(self.config, self.pool.store, self.device, ledger, self.policy)
             self.ledger = ledger
@@ -177,11 +179,14 @@ class Model:
             self.warm.clear()
             self.controllers.clear()
             self._forget()
+            self.cache_is_filled = True
 
     def reset_cache(self) -> None:
         """Forgets what was learnt and fills the slots as `load` did."""
         self.cache_is_filled = False
         self._forget()
+        # What a fill or a resize that was interrupted left behind.
+        self.pool.settle()
         self.pool.reset(_eviction(self.config, self.policy))
         self.pool.fill()
         self.cache_is_filled = True

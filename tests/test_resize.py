@@ -69,3 +69,22 @@ def test_a_policy_whose_cache_was_not_filled_is_taken_up_again(tiny_directory, m
     model.use_policy("lru")
     assert int(model.pool.cache.resident.sum()) == model.pool.num_slots
     model.use_policy("lookahead")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("policy", ["lookahead", "lru"])
+def test_a_resize_that_fails_leaves_a_model_that_works(
+    tiny_directory, plain, monkeypatch, error, policy
+):
+    model = sj.load(tiny_directory, expert_slots=40, dtype="float32", max_context=CONTEXT)
+
+    def fails(*arguments):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("specter_jax.model._make_pool", fails)
+        with pytest.raises(error):
+            model.resize(expert_slots=80)
+    assert model.pool.num_slots == model.ledger.num_slots == 40
+    assert run(model, PROMPTS[:1], policy=policy).tokens == plain[:1]
+    assert int(model.pool.cache.resident.sum()) == 40

@@ -181,20 +181,22 @@ def test_an_interrupted_write_leaves_no_wrong_owner(store, moment):
 
 
 class Interruption:
-    """Stands in for a program or callback and raises at its n-th call."""
+    """Stands in for a program or callback and raises at its n-th call, or when that has run."""
 
-    def __init__(self, call, at):
-        self.call, self.left = call, at
+    def __init__(self, call, at, done=False):
+        self.call, self.left, self.done = call, at, done
 
     def __call__(self, *arguments, **options):
         self.left -= 1
         if self.left == 0:
+            if self.done:
+                self.call(*arguments, **options)
             raise KeyboardInterrupt
         return self.call(*arguments, **options)
 
 
 @pytest.mark.parametrize("at", [1, 2, 5, 9])
-@pytest.mark.parametrize("place", ["on_text", "_commit", "_start"])
+@pytest.mark.parametrize("place", ["on_text", "_commit", "_commit done", "_start"])
 def test_an_interrupted_generation_leaves_the_model_exact(
     tiny_directory, plain, monkeypatch, place, at
 ):
@@ -205,7 +207,9 @@ def test_an_interrupted_generation_leaves_the_model_exact(
         if place == "on_text":
             options["on_text"] = Interruption(lambda *_: None, at)
         else:
-            patch.setattr(model.pool, place, Interruption(getattr(model.pool, place), at))
+            name, *done = place.split()
+            stopping = Interruption(getattr(model.pool, name), at, bool(done))
+            patch.setattr(model.pool, name, stopping)
         with pytest.raises(KeyboardInterrupt):
             run(model, PROMPTS[:2], **options)
     assert model.pool.in_flight == 0
@@ -233,11 +237,15 @@ def test_an_interrupted_program_leaves_the_model_exact(
     assert_slots_match_store(model)
 
 
-def test_an_interrupted_change_of_policy_leaves_the_model_exact(tiny_directory, plain, monkeypatch):
+@pytest.mark.parametrize("done", [False, True], ids=["before", "donated"])
+def test_an_interrupted_change_of_policy_leaves_the_model_exact(
+    tiny_directory, plain, monkeypatch, done
+):
     model = load_tiny(tiny_directory)
-    run(model, PROMPTS[:1])
+    run(model, PROMPTS[:1], policy="lookahead")
+    stopping = Interruption(model.pool._commit, 2, done)
     with monkeypatch.context() as patch:
-        patch.setattr(model.pool, "_commit", Interruption(model.pool._commit, 10))
+        patch.setattr(model.pool, "_commit", stopping)
         with pytest.raises(KeyboardInterrupt):
             run(model, PROMPTS[:1], policy="sp-e")
     result = run(model, PROMPTS[:2], policy="sp-e")
