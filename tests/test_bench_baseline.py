@@ -1,21 +1,16 @@
 """The transformers baseline of the bench: its weights, and how long a cell may take."""
 
 import importlib
-import sys
 from types import SimpleNamespace
 
 import pytest
-
-from tests.conftest import ROOT
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-sys.path.insert(0, str(ROOT / "scripts" / "bench"))
-
-random_weights = importlib.import_module("random_weights")
-baseline = importlib.import_module("transformers_baseline")
+random_weights = importlib.import_module("scripts.bench.random_weights")
+baseline = importlib.import_module("scripts.bench.transformers_baseline")
 
 
 class Tied(torch.nn.Module):

@@ -1,19 +1,11 @@
 """What the true-size bench measures, in which order, and what it leaves out when time is short."""
 
 import argparse
-import sys
 
 import pytest
 
-from tests.conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts" / "bench"))
-
-import bench_tasks
-import cell_options
-import cell_plan
-import h200
-from cell_plan import Item, Stage, Timetable
+from scripts.bench import bench_tasks, cell_options, cell_plan, h200
+from scripts.bench.cell_plan import Item, Stage, Timetable
 
 FULL = (
     "--budgets 32 16 24 --policies lookahead sp-l lru --systems mo sp-moe specter "

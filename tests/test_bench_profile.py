@@ -2,16 +2,10 @@
 
 import gzip
 import json
-import sys
 
 import pytest
 
-from tests.conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts" / "bench"))
-
-import device_profile
-import overlap
+from scripts.bench import device_profile, overlap
 
 
 @pytest.fixture

@@ -2,19 +2,13 @@
 
 import copy
 import json
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from scripts.bench import h200, results_file, table
 from tests.conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts" / "bench"))
-
-import h200
-import results_file
-import table
 
 DATE = "2026-01-02T03:04:05+00:00"
 LATER = "2026-02-03T04:05:06+00:00"

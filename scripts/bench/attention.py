@@ -20,14 +20,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import device_profile
 import jax
 import jax.numpy as jnp
-import kernel_cases as cases
 
 from pallas_kernels import tuning
 from pallas_kernels.decode_attention import pallas_triton, reference
 from pallas_kernels.decode_attention.config import DecodeAttentionConfig, config_for
+from scripts.bench import device_profile
+from scripts.bench import kernel_cases as cases
 
 LENGTHS = (256, 1024, 4096)
 TOKENS = (1, 2, 9, 17)

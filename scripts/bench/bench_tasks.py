@@ -50,7 +50,7 @@ def tasks(args: argparse.Namespace) -> Iterator[Task]:
     known = ("--missing", str(args.missing)) if args.missing else ()
     for part in sorted(args.parts, key=PARTS.index):
         if part == "kernels":
-            yield Task(part=part, script="kernels.py")
+            yield Task(part=part, script="kernel_times.py")
         if part == "formats":
             yield Task(part=part, script="draft_formats.py")
         if part == "planner":

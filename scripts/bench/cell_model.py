@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import kernel_cases
-import true_size
 
 import specter_jax as sj
+from scripts.bench import kernel_cases, true_size
 from specter_jax.engine.store import device_sharding
 from specter_jax.host_memory import allow_pinned
 from specter_jax.memory import kv_bytes, workspace_bytes

@@ -22,15 +22,11 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import bench_prompts
-import overlap
-import results_file
-import true_size
-from cell_model import GIB, floor_ms, load, set_budget, summary
-from cell_options import add_cell_options, with_defaults
-from cell_plan import Item, Stage, Timetable, affordable, compared, missing, stages
-
 import specter_jax as sj
+from scripts.bench import bench_prompts, overlap, results_file, true_size
+from scripts.bench.cell_model import GIB, floor_ms, load, set_budget, summary
+from scripts.bench.cell_options import add_cell_options, with_defaults
+from scripts.bench.cell_plan import Item, Stage, Timetable, affordable, compared, missing, stages
 from specter_jax.controller import AUTO
 from specter_jax.offload import DEFAULT_POLICY
 from specter_jax.report.result_records import system_name

@@ -21,13 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import device_profile
 import jax
 import jax.numpy as jnp
-import kernel_cases as cases
 
 from pallas_kernels.small_dense import Dense, pallas_triton, reference
 from pallas_kernels.small_dense.config import SmallDenseConfig, config_for
+from scripts.bench import device_profile
+from scripts.bench import kernel_cases as cases
 
 ROWS = (2, 9, 17)
 TUNED_ROWS = 9

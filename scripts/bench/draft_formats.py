@@ -2,7 +2,7 @@
 
     python scripts/bench/draft_formats.py --out results.json
 
-Figure 11's other bars, in the way that `kernels.py` times the draft's own: experts at full
+Figure 11's other bars, in the way that `kernel_times.py` times the draft's own: experts at full
 precision by the kernel that verification uses, and INT4 experts written out at full precision by
 XLA before they are multiplied. Each call's output is the next one's input, on other experts.
 """
@@ -20,9 +20,8 @@ import jax
 import jax.numpy as jnp
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import kernel_cases as cases
-
 from pallas_kernels.expert_ffn import expert_ffn
+from scripts.bench import kernel_cases as cases
 from specter_jax.report.measure_experts import FULL_PRECISION, INT4, decoded_experts
 
 ROWS = (1, 32)

@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
-import true_size
-from bench_traces import traces_of
 
+from scripts.bench import true_size
+from scripts.bench.bench_traces import traces_of
 from specter_jax.planner.calibration import (
     DEFAULT_CALIBRATION,
     Calibration,

@@ -38,12 +38,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import results_file
-import true_size
-from bench_tasks import FORMATS, PARTS, POLICIES, WEIGHTS, Task, tasks
+from scripts.bench import results_file, true_size
+from scripts.bench.bench_tasks import FORMATS, PARTS, POLICIES, WEIGHTS, Task, tasks
 
 BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parents[1]

@@ -24,14 +24,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import kernel_cases as cases
 import numpy as np
-from device_profile import stream_events
 
 from pallas_kernels.expert_ffn import pallas_triton as plain_kernels
 from pallas_kernels.expert_ffn.config import config_for as plain_config_for
 from pallas_kernels.nested_ffn import pallas_triton as nested_kernels
 from pallas_kernels.nested_ffn.config import DEFAULT_VARIANT, VARIANTS, config_for
+from scripts.bench import kernel_cases as cases
+from scripts.bench.device_profile import stream_events
 from specter_jax.engine.compile_options import PROGRAM
 
 ROWS = (9, 17, 1)

@@ -6,8 +6,9 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-import device_profile
 import jax
+
+from scripts.bench import device_profile
 
 Span = tuple[float, float]
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import kernel_cases as cases
 
 from pallas_kernels.draft_experts.api import draft_experts
 from pallas_kernels.draft_experts.arithmetic import pack_tables
+from scripts.bench import kernel_cases as cases
 
 if __name__ == "__main__":
     shape = cases.SHAPES[0]

@@ -75,7 +75,7 @@ def from_cells(content: Mapping[str, Any], model: str, expert_format: str, date:
 
 
 def from_kernels(content: Mapping[str, Any], date: str) -> Content:
-    """Sections of what `kernels.py` or, without bandwidths, `draft_formats.py` wrote."""
+    """Sections of what `kernel_times.py` or, without bandwidths, `draft_formats.py` wrote."""
     bandwidth = content.get("bandwidth") or {}
     rows = list(_dated(content.get("rows"), date))
     if not bandwidth:

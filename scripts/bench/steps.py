@@ -25,11 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import device_profile
-import kernel_cases as cases
-import true_size
-
 from pallas_kernels.draft_experts import prepare_draft_layer
+from scripts.bench import device_profile, true_size
+from scripts.bench import kernel_cases as cases
 from specter_jax.config import ModelConfig, layer_name
 from specter_jax.engine.programs import build_programs
 from specter_jax.models import init_kv

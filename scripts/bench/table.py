@@ -18,9 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import results_file
+from scripts.bench import results_file
 
 RESULTS = Path(__file__).with_name("results")
 README = Path(__file__).parents[2] / "README.md"

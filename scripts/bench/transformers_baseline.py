@@ -25,7 +25,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 try:
@@ -38,9 +37,8 @@ except ImportError as error:
         "accelerate: pip install torch transformers accelerate"
     ) from None
 
-import results_file
-import true_size
-from random_weights import fill
+from scripts.bench import results_file, true_size
+from scripts.bench.random_weights import fill
 
 GIB = 2**30
 HEADROOM_GIB = 1.0

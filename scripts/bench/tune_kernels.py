@@ -16,7 +16,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import kernel_cases as cases
 
 from pallas_kernels.draft_experts import config as draft_config
 from pallas_kernels.draft_experts.arithmetic import pack_tables
@@ -29,6 +28,7 @@ from pallas_kernels.nested_ffn import config as nested_config
 from pallas_kernels.nested_ffn.config import NestedFFNConfig
 from pallas_kernels.nested_ffn.pallas_triton import nested_ffn
 from pallas_kernels.tuning import device_file_name
+from scripts.bench import kernel_cases as cases
 
 FFN_ROWS = 9
 

@@ -22,13 +22,10 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import results_file
-import true_size
-from bench_traces import traces_of
-
+from scripts.bench import results_file, true_size
+from scripts.bench.bench_traces import traces_of
 from specter_jax.planner.calibration import DEFAULT_CALIBRATION, fitted_cells, load_calibration
 from specter_jax.planner.cards import get_card
 from specter_jax.planner.model import model_of_config

@@ -1,6 +1,6 @@
 """Times the kernels with their tuned block shapes, beside what XLA alone does.
 
-    PYTHONPATH=. python scripts/bench/kernels.py --out results.json
+    PYTHONPATH=. python scripts/bench/kernel_times.py --out results.json
 
 Refuses a GPU without tuned tables (`tune_kernels.py --write` makes them). "share" is the bytes
 that must be read over time over the copy bandwidth measured in the same run.
@@ -15,7 +15,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import kernel_cases as cases
 
 from pallas_kernels.draft_experts import config as draft_config
 from pallas_kernels.draft_experts.api import draft_experts
@@ -24,6 +23,7 @@ from pallas_kernels.expert_ffn import config as ffn_config
 from pallas_kernels.expert_ffn.api import expert_ffn
 from pallas_kernels.nested_ffn.api import nested_ffn
 from pallas_kernels.tuning import tuned_fields
+from scripts.bench import kernel_cases as cases
 
 DRAFT_ROWS = (1, 4, 32)
 FFN_ROWS = (1, 9, 17, 544)
