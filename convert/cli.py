@@ -97,7 +97,7 @@ def _convert(options: argparse.Namespace) -> int:
                 progress=progress,
             )
     except (SpecterError, OSError) as error:
-        note = _partial_note(options.destination) if isinstance(error, OSError) else ""
+        note = _state_note(options.destination) if isinstance(error, OSError) else ""
         print(f"error: {_one_line(error)}{note}", file=sys.stderr)
         return EXIT_ERROR
     if options.quiet:
@@ -119,19 +119,22 @@ def _one_line(error: Exception) -> str:
 
 
 def _interrupted_message(destination: str) -> str:
-    return f"interrupted{_partial_note(destination) or ': nothing was finished, nothing is left'}"
+    return f"interrupted{_state_note(destination) or ': nothing was finished, nothing is left'}"
 
 
-def _partial_note(destination: str) -> str:
-    """Says how to go on if a partial directory is there."""
+def _state_note(destination: str) -> str:
+    """Says what is there of a conversion that did not come to its end, and how to go on."""
     from pathlib import Path
 
+    from convert.destination import is_finished
     from convert.workspace import is_resumable, partial_path
 
     try:
         partial = partial_path(Path(destination))
-        if not is_resumable(partial):
-            return ""
+        if is_resumable(partial):
+            return f"; finished parts are in {partial}, the same command goes on from there"
+        if is_finished(Path(destination)):
+            return f"; {destination} is complete, the same command tidies up"
     except (OSError, ValueError):  # a name that cannot exist
-        return ""
-    return f"; finished parts are in {partial}, the same command goes on from there"
+        pass
+    return ""

@@ -7,16 +7,18 @@ write part after part into a partial directory (`convert.layers`, `convert.works
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from convert.destination import discard, existing_conversion
 from convert.layers import write_expert_layer, write_shared_part
 from convert.plan import Plan, build_plan
 from convert.progress import ProgressCallback
 from convert.sources import SafetensorsSource, TensorSource
-from convert.workspace import Workspace, discard, existing_conversion, open_workspace, partial_path
+from convert.workspace import Workspace, open_workspace, partial_path
+from specter_jax.arguments import as_callable
 from specter_jax.checkpoint import (
     FORMAT_VERSION,
     Manifest,
@@ -47,7 +49,7 @@ def convert_checkpoint(
     source: str | os.PathLike[str] | TensorSource,
     destination: str | os.PathLike[str],
     *,
-    group_size: int | tuple[int, int] | None = None,
+    group_size: int | Sequence[int] | None = None,
     dtype: str | None = None,
     expert_format: str | None = None,
     force: bool = False,
@@ -60,8 +62,8 @@ def convert_checkpoint(
         source: a Hugging Face directory (safetensors), or any `TensorSource`.
         destination: directory to create. A finished conversion of the same source with the same
             options is left as it is.
-        group_size: weights per INT4 scale, for both axes or (hidden, expert); by default 128, or 64
-            where 128 does not divide (32, 16, 8 in tiny models).
+        group_size: weights per INT4 scale, for both axes or a tuple or list (hidden, expert); by
+            default 128, or 64 where 128 does not divide (32, 16, 8 in tiny models).
         dtype: "bfloat16", "float16" or "float32" for shared parameters and experts; by default
             that of the source.
         expert_format: "nested" stores an expert as what its INT4 draft does not say, about 8.6 bits
@@ -79,8 +81,10 @@ def convert_checkpoint(
         UnsupportedModelError: unknown family or option of config.json.
         InvalidRequestError: an argument is out of range, or the destination is taken.
         OSError, KeyboardInterrupt: what was finished stays in `DESTINATION.partial`, and the next
-            call with the same arguments goes on from there.
+            call with the same arguments goes on from there; or the destination is complete, and the
+            next call tidies up.
     """
+    as_callable("progress", progress)
     destination = as_path("destination", destination).resolve()
     if isinstance(source, str | os.PathLike):
         directory = as_path("source", source)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from convert.plan import Plan, build_plan
 from convert.progress import ProgressCallback
 from convert.sources import TensorSource
 from pallas_kernels.nested import NestedLayout, with_capacity
-from specter_jax.arguments import as_integer
+from specter_jax.arguments import as_callable, as_integer
 from specter_jax.checkpoint import WORD_DTYPE, GroupSizes, check_expert, place
 from specter_jax.config import ModelConfig
 from specter_jax.errors import InvalidRequestError
@@ -55,12 +56,13 @@ class InMemoryCheckpoint:
         tokenizer_path: str | Path,
         num_workers: int = 1,
         processes: bool = False,
-        group_size: int | tuple[int, int] | None = None,
+        group_size: int | Sequence[int] | None = None,
         expert_format: str | None = None,
         progress: ProgressCallback | None = None,
     ) -> None:
         self.path = as_path("tokenizer_path", tokenizer_path)
         num_workers = as_integer("num_workers", num_workers, 1)
+        as_callable("progress", progress)
         self._closed = False
         self._source = source
         self._plan: Plan = build_plan(source, group_size, expert_format=expert_format)

@@ -5,7 +5,7 @@ must be needed, and the group sizes must divide. So a damaged or incomplete sour
 well under a second, however large it is; only the values are left to be checked while they pass by.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,10 @@ from convert import mapping
 from convert.sources import CONFIG_FILE, GENERATION_CONFIG_FILE, TensorSource
 from pallas_kernels.int4 import CODES_PER_WORD
 from pallas_kernels.nested import MAX_DIMENSION
+from specter_jax.arguments import as_choice, as_integer
 from specter_jax.checkpoint import EXPERT_FORMATS, GroupSizes
 from specter_jax.config import ModelConfig
+from specter_jax.config.checks import shown
 from specter_jax.errors import ConversionError, InvalidRequestError
 from specter_jax.json_files import read_json_object
 
@@ -92,36 +94,39 @@ def _json_object(source: TensorSource, name: str, content: bytes) -> dict[str, A
 
 
 def choose_group_sizes(
-    config: ModelConfig, requested: int | tuple[int, int] | None = None
+    config: ModelConfig, requested: int | Sequence[int] | None = None
 ) -> GroupSizes:
     """INT4 group sizes for the hidden axis (gate, up) and the expert axis (down).
 
     Args:
         config: gives the axes' lengths.
-        requested: a size for both axes, or one for each; by default the first of 128, 64, 32, 16
-            and 8 that divides.
+        requested: a size for both axes, or a list or tuple of one for each; by default the first
+            of 128, 64, 32, 16 and 8 that divides.
 
     Raises:
-        InvalidRequestError: a requested size is not a multiple of 8 or does not divide its axis.
+        InvalidRequestError: a requested size is no integer, not a multiple of 8, or does not divide
+            its axis.
         ConversionError: no size divides an axis.
     """
     axes = {
         "hidden size": config.hidden_size,
         "expert size": config.expert_intermediate_size,
     }
-    if requested is None:
-        requested_each: tuple[int | None, ...] = (None, None)
-    elif isinstance(requested, tuple):
-        requested_each = requested
-    else:
-        requested_each = (requested, requested)
-    if len(requested_each) != len(axes):
-        raise InvalidRequestError(f"group size must be one or two numbers, got {requested}")
     sizes = [
         _group_size(axis, length, size)
-        for (axis, length), size in zip(axes.items(), requested_each, strict=True)
+        for (axis, length), size in zip(axes.items(), _size_of_each_axis(requested), strict=True)
     ]
     return GroupSizes(gate_up=sizes[0], down=sizes[1])
+
+
+def _size_of_each_axis(requested: int | Sequence[int] | None) -> list[int] | list[None]:
+    """A caller's group sizes for the two axes, as Python's integers; None where it has no wish."""
+    if requested is None:
+        return [None, None]
+    both = requested if isinstance(requested, list | tuple) else (requested, requested)
+    if len(both) != 2:
+        raise InvalidRequestError(f"group size must be one or two numbers, got {shown(requested)}")
+    return [as_integer("group size", size) for size in both]
 
 
 def _group_size(axis: str, length: int, requested: int | None) -> int:
@@ -144,7 +149,7 @@ def _group_size(axis: str, length: int, requested: int | None) -> int:
 
 def build_plan(
     source: TensorSource,
-    group_size: int | tuple[int, int] | None = None,
+    group_size: int | Sequence[int] | None = None,
     dtype: str | None = None,
     expert_format: str | None = None,
 ) -> Plan:
@@ -153,12 +158,13 @@ def build_plan(
     Options are those of `convert.conversion.convert_checkpoint`.
 
     Raises:
-        ConversionError: a tensor is missing, unknown, of a wrong shape or of an unsupported type.
+        ConversionError: a tensor is missing, unknown, there twice, of a wrong shape or of an
+            unsupported type.
         UnsupportedModelError: see `read_model_config`.
         InvalidRequestError: an option is out of range.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise InvalidRequestError(f"dtype {dtype} is unknown; expected one of {', '.join(DTYPES)}")
+    if dtype is not None:
+        as_choice("dtype", dtype, DTYPES)
     config = read_model_config(source)
     group_sizes = choose_group_sizes(config, group_size)
     tensors = _Tensors(source)
@@ -183,10 +189,8 @@ def choose_expert_format(config: ModelConfig, dtype: np.dtype, requested: str | 
     Raises:
         InvalidRequestError: the requested format is unknown or not possible.
     """
-    if requested is not None and requested not in EXPERT_FORMATS:
-        raise InvalidRequestError(
-            f"expert format {requested!r} is unknown; expected one of {', '.join(EXPERT_FORMATS)}"
-        )
+    if requested is not None:
+        as_choice("expert format", requested, EXPERT_FORMATS)
     largest = max(config.hidden_size, config.expert_intermediate_size)
     obstacle = None
     if dtype != DTYPES["bfloat16"]:
@@ -203,7 +207,14 @@ class _Tensors:
 
     def __init__(self, source: TensorSource) -> None:
         self._source = source
-        self._names = {mapping.canonical_name(name): name for name in source.names()}
+        self._names: dict[str, str] = {}
+        for name in source.names():
+            other = self._names.setdefault(mapping.canonical_name(name), name)
+            if other != name:
+                raise ConversionError(
+                    f"{source.where(name)}: tensors {other} and {name} are two spellings of one "
+                    "parameter; remove the wrong one"
+                )
         self._unused = set(self._names)
 
     def __contains__(self, canonical: str) -> bool:

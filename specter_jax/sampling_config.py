@@ -6,6 +6,7 @@ import math
 import numpy as np
 
 from specter_jax.arguments import as_integer
+from specter_jax.config.checks import shown
 from specter_jax.errors import InvalidRequestError
 
 TOP_K_OFF = 0
@@ -34,17 +35,16 @@ class SamplingConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature)
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        temperature = _as_float("temperature", self.temperature)
+        if not (math.isfinite(temperature) and temperature >= 0):
             raise InvalidRequestError(
-                f"temperature is {self.temperature}; expected a finite number >= 0 (0 is greedy)"
+                f"temperature is {temperature}; expected a finite number >= 0 (0 is greedy)"
             )
         as_integer("top_k", self.top_k, TOP_K_OFF)
-        _check_number("top_p", self.top_p)
-        if not 0.0 < self.top_p <= 1.0:
+        top_p = _as_float("top_p", self.top_p)
+        if not 0.0 < top_p <= 1.0:
             raise InvalidRequestError(
-                f"top_p is {self.top_p}; expected a number above 0 and at most 1 "
-                "(1 keeps every token)"
+                f"top_p is {top_p}; expected a number above 0 and at most 1 (1 keeps every token)"
             )
         as_integer("seed", self.seed, 0, MAX_SEED)
 
@@ -60,11 +60,16 @@ class SamplingConfig:
         """
         # Values beyond float32's range would become 0 or infinity there.
         smallest = float(np.finfo(np.float32).tiny)
-        temperature = min(max(self.temperature, smallest), float(np.finfo(np.float32).max))
+        temperature = min(max(float(self.temperature), smallest), float(np.finfo(np.float32).max))
         top_k = min(self.top_k, int(np.iinfo(np.int32).max))
         return np.float32(temperature), np.int32(top_k), np.float32(self.top_p)
 
 
-def _check_number(name: str, value: object) -> None:
+def _as_float(name: str, value: object) -> float:
+    """`value` as a float; an integer beyond a float's range is infinite."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise InvalidRequestError(f"{name} is {value!r}; expected a number")
+        raise InvalidRequestError(f"{name} is {shown(value)}; expected a number")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf

@@ -1,6 +1,8 @@
 """Conversion of good sources: whatever the source's layout, the result is the same."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -122,10 +124,17 @@ def test_type_can_be_chosen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("requested", "sizes"),
-    [(None, (64, 32)), (16, (16, 16)), ((64, 8), (64, 8)), ((32, 32), (32, 32))],
+    [
+        (None, (64, 32)),
+        (16, (16, 16)),
+        (np.int64(16), (16, 16)),
+        ((64, 8), (64, 8)),
+        ([64, 8], (64, 8)),
+        ((np.int32(32), 32), (32, 32)),
+    ],
 )
 def test_group_sizes_are_as_requested(
-    tmp_path: Path, requested: int | tuple[int, int] | None, sizes: tuple[int, int]
+    tmp_path: Path, requested: int | Sequence[int] | None, sizes: tuple[int, int]
 ) -> None:
     source = small_source(tmp_path / "source")  # hidden size 64, expert size 32
     result = convert_checkpoint(source, tmp_path / "out", group_size=requested)
@@ -142,6 +151,32 @@ def test_group_size_out_of_range_is_refused(
     source = small_source(tmp_path / "source")
     with pytest.raises(InvalidRequestError, match="group size"):
         convert_checkpoint(source, tmp_path / "out", group_size=requested)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(
+            ("group_size", value)
+            for value in (
+                *("64", b"64", 16.0, True, np.float32(16), np.array([64, 32]), {64: 32}),
+                *([16.0, 16], (64, None), (64, "32"), (True, 8), [], [64], [[64, 32]], [64, 8, 8]),
+            )
+        ),
+        *(("dtype", value) for value in (5, ["float32"], np.float32)),
+        *(("expert_format", value) for value in (5, ["plain"], np.array(["plain"] * 2))),
+        ("progress", 5),
+    ],
+    ids=str,
+)
+def test_argument_of_the_wrong_type_is_refused_before_anything_is_written(
+    tmp_path: Path, name: str, value: Any
+) -> None:
+    source = small_source(tmp_path / "source")
+    with pytest.raises(InvalidRequestError, match=name.replace("_", ".")) as caught:
+        convert_checkpoint(source, tmp_path / "out", **{name: value})
+    assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == [source]
 
 

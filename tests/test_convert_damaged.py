@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from convert import ArraySource, LazyTensor, convert_checkpoint
 from convert.cli import main
+from convert.mapping import canonical_name
 from convert.sources import INDEX_FILE
 from specter_jax.checkpoint.safetensors_file import DamagedFileError, read_header
 from specter_jax.errors import ConversionError, UnsupportedModelError
@@ -201,6 +202,27 @@ def test_missing_tensor_is_named_in_the_sources_spelling(
     del tensors["model.layers.0.mlp.experts.2.up_proj.weight"]
     source = write_checkpoint(tmp_path / "source", config, tensors)
     fails(source, capsys, "model.layers.0.block_sparse_moe.experts.2.w3.weight is missing")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("block_sparse_moe.gate.weight", "mlp.gate.weight"),
+        ("mlp.router.weight", "mlp.gate.weight"),
+        ("block_sparse_moe.experts.0.w1.weight", "block_sparse_moe.experts.0.gate_proj.weight"),
+        ("block_sparse_moe.experts.5.w2.weight", "mlp.experts.5.down_proj.weight"),
+    ],
+)
+def test_two_tensors_of_one_parameter_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture, one: str, other: str
+) -> None:
+    config = tiny_config("mixtral")
+    tensors = bfloat16(random_tensors(config))
+    names = [f"model.layers.0.{name}" for name in (one, other)]
+    tensor = tensors.pop(canonical_name(names[0]))
+    spelled = {**tensors, names[0]: tensor, names[1]: tensor + tensor}
+    source = write_canonical(tmp_path / "source", config, spelled)
+    fails(source, capsys, *names, "one parameter")
 
 
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])

@@ -98,9 +98,27 @@ def test_bad_indices_and_a_closed_checkpoint_are_refused():
         experts.get(0, 0)
     with pytest.raises(InvalidRequestError, match="closed"):
         checkpoint.load_shared("float32")
-    for bad in ({"num_workers": 0}, {"num_workers": "x"}, {"tokenizer_path": None}):
-        with pytest.raises(InvalidRequestError):
-            InMemoryCheckpoint(source, **{"tokenizer_path": EMBEDDED_MODEL, **bad})
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"num_workers": 0},
+        {"num_workers": "x"},
+        {"tokenizer_path": None},
+        {"group_size": "64"},
+        {"group_size": 64.0},
+        {"group_size": [64.0, 32]},
+        {"group_size": True},
+        {"expert_format": ["plain"]},
+        {"progress": 5},
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused(bad):
+    source = SafetensorsSource(EMBEDDED_MODEL)
+    with pytest.raises(InvalidRequestError):
+        InMemoryCheckpoint(source, **{"tokenizer_path": EMBEDDED_MODEL, **bad})
 
 
 def test_a_source_that_fails_stops_the_other_experts():

@@ -94,7 +94,7 @@ def test_nested_is_refused_for_other_types(tmp_path: Path) -> None:
     source = small_source(tmp_path / "source")
     with pytest.raises(InvalidRequestError, match=r"nested: the experts are float16, .*bfloat16"):
         convert_checkpoint(source, tmp_path / "out", dtype="float16", expert_format="nested")
-    with pytest.raises(InvalidRequestError, match="'zip' is unknown; expected one of nested, plai"):
+    with pytest.raises(InvalidRequestError, match="'zip'; expected one of nested, plain"):
         convert_checkpoint(source, tmp_path / "out", expert_format="zip")
     assert not (tmp_path / "out").exists()
 

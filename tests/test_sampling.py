@@ -209,11 +209,16 @@ def test_seeds_requests_positions_and_streams_have_their_own_keys():
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
+        ({"temperature": 10**400}, "temperature is inf; expected a finite number"),
+        ({"temperature": -(10**400)}, "temperature is -inf; expected a finite number"),
+        ({"temperature": 10**5000}, "temperature"),  # more digits than Python prints
         ({"top_k": -1}, "top_k"),
         ({"top_k": 1.5}, "top_k"),
         ({"top_k": True}, "top_k"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.01}, "top_p"),
+        ({"top_p": 10**400}, "top_p is inf; expected a number above 0"),
+        ({"top_p": 10**5000}, "top_p"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**32}, "seed"),
     ],
@@ -221,3 +226,12 @@ def test_seeds_requests_positions_and_streams_have_their_own_keys():
 def test_values_out_of_range_are_named(fields, named):
     with pytest.raises(InvalidRequestError, match=named):
         SamplingConfig(**fields)
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_any_type_become_the_same_scalars():
+    expected = SamplingConfig(temperature=0.5, top_k=3, top_p=0.75).scalars()
+    for kind in (np.float16, np.float32, np.float64, np.longdouble):
+        fields = {"temperature": kind(0.5), "top_k": np.uint8(3), "top_p": kind(0.75)}
+        assert SamplingConfig(**fields).scalars() == expected
+    assert np.isfinite(SamplingConfig(temperature=10**300, top_k=10**400).scalars()).all()
