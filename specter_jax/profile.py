@@ -86,10 +86,7 @@ def profile(
     from specter_jax.api import generate
 
     require_speculative(policy)
-    if max_new_tokens < 2:
-        raise InvalidRequestError(
-            f"max_new_tokens is {max_new_tokens}; expected at least 2, to have a time per token"
-        )
+    require_measurable(max_new_tokens)
     points = []
     for number, depth in enumerate(depths):
         if progress is not None:
@@ -121,6 +118,14 @@ def require_speculative(policy: str) -> None:
     if not get_policy(policy).speculative:
         raise InvalidRequestError(
             f"policy {policy} does not speculate, so it has no depth; choose another one"
+        )
+
+
+def require_measurable(max_new_tokens: int) -> None:
+    """Raises InvalidRequestError for outputs too short for a time per token."""
+    if max_new_tokens < 2:
+        raise InvalidRequestError(
+            f"max_new_tokens is {max_new_tokens}; expected at least 2, to have a time per token"
         )
 
 

@@ -91,6 +91,7 @@ def test_a_recorded_trace_can_be_used_again(capsys, tiny_directory, tmp_path, ti
     trace = load_trace(path)
     assert trace.num_prompts == 1
     assert trace.agree.shape == (1, 8)
+    assert trace.num_experts == EXPERTS
     assert np.unique(trace.target_experts).size > 4
     again = plan(capsys, *common, *size, "--trace", path)
     assert again["cells"] == first["cells"]
@@ -171,6 +172,19 @@ def test_a_file_that_is_no_trace_is_named_with_what_is_expected(capsys, tmp_path
         error = capsys.readouterr().err
         assert error.startswith(f"error: {file}: {what}; expected a routing trace of greedy text")
         assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("source", [[], ["--record", "recorded.npz"]])
+def test_a_text_that_only_files_have_needs_a_file(
+    capsys, tiny_directory, tmp_path, monkeypatch, source
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("specter_jax.model.load", lambda *_, **__: pytest.fail("it was loaded"))
+    common = ["plan", str(tiny_directory), "--card", "h200", *SIZE, *source]
+    assert main([*common, "--text", "sampled"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --text sampled needs --trace: ")
+    assert error.count("\n") == 1
 
 
 def test_a_model_without_a_fitting_trace_is_told_what_to_do(capsys):

@@ -284,6 +284,33 @@ def test_a_trace_of_fewer_layers_is_stretched_in_place():
         other.fitted(CONFIG)
 
 
+def test_a_trace_that_knows_its_experts_fits_no_model_of_more(tmp_path):
+    path = tmp_path / "trace.npz"
+    more = dataclasses.replace(CONFIG, num_experts=2 * EXPERTS)
+    save_trace(random_trace(2), path)
+    assert load_trace(path).num_experts is None
+    assert load_trace(path).fitted(more).num_layers == LAYERS
+    save_trace(dataclasses.replace(random_trace(2), num_experts=EXPERTS), path)
+    trace = load_trace(path).select(1, 8)
+    assert trace.num_experts == EXPERTS
+    assert trace.fitted(CONFIG) is trace
+    with pytest.raises(InvalidRequestError, match=r"of 32 experts; the model has .* 64 experts"):
+        trace.fitted(more)
+    with np.load(path) as file:
+        np.savez(path, **{**file, "num_experts": np.float32(EXPERTS)})
+    with pytest.raises(InvalidRequestError, match="num_experts is no whole number"):
+        load_trace(path)
+
+
+def test_no_trace_of_the_package_stands_for_a_model_of_more_experts():
+    """DeepSeek-V2 chooses as many a token as DeepSeek-V2-Lite, of 160 in place of 64."""
+    shape = {"num_experts": 160, "top_k": 6, "moe_layers": tuple(range(1, 60)), "num_layers": 60}
+    with pytest.raises(InvalidRequestError, match="59 MoE layers of 160 experts, 6 a") as told:
+        bundled_trace(dataclasses.replace(CONFIG, **shape))
+    assert "record one with --record" in str(told.value)
+    assert "\n" not in str(told.value)
+
+
 def test_the_traces_of_the_package_are_small_and_whole():
     files = sorted(BUNDLED.glob("*.npz"))
     assert sum(file.stat().st_size for file in files) < 200_000

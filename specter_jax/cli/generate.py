@@ -1,9 +1,12 @@
 """`specter generate`: text to standard output as it comes, statistics to standard error."""
 
 import argparse
+import itertools
 import json
+import os
 import sys
-from typing import TextIO
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TextIO
 
 from specter_jax.cli.arguments import sampling_config
 from specter_jax.cli.session import (
@@ -13,7 +16,13 @@ from specter_jax.cli.session import (
     prepare_environment,
     prompts_of,
 )
+from specter_jax.errors import InvalidRequestError
+from specter_jax.output import is_special, write_text_atomically
 from specter_jax.text import check_stop
+
+if TYPE_CHECKING:
+    from specter_jax.api import GenerationResult
+    from specter_jax.trace import Trace
 
 HEADER_WIDTH = 60
 
@@ -26,11 +35,13 @@ def run(options: argparse.Namespace) -> None:
     check_model(options.model)
     check_output("--stats", options.stats)
     check_output("--trace", options.trace)
+    check_distinct(
+        {"--prompts": options.prompts, "--stats": options.stats, "--trace": options.trace}
+    )
 
     prepare_environment()
     _note_unused_depth(options)
     from specter_jax.api import generate
-    from specter_jax.output import write_text_atomically
     from specter_jax.trace import Trace
 
     batch_size = options.batch_size = min(options.batch_size, len(prompts))
@@ -54,11 +65,29 @@ def run(options: argparse.Namespace) -> None:
         on_text=printer,
         trace=trace,
     )
-    if trace is not None:
-        trace.write(options.trace)
-    if options.stats:
-        text = json.dumps(result.stats.to_dict(), indent=1) + "\n"
-        write_text_atomically(options.stats, text)
+    # Results first: a full disk must not lose them. Nor may a reader that goes away lose the files.
+    try:
+        _print_results(result, printer)
+        if not options.quiet and not options.json:
+            print_statistics(result.stats)
+    finally:
+        _write_files(options, result, trace)
+
+
+def check_distinct(files: Mapping[str, str | None]) -> None:
+    """Raises InvalidRequestError if two options name one file, where one would replace the other.
+
+    files: by option. What is written to directly, such as /dev/stdout, may be named twice.
+    """
+    given = [(option, path) for option, path in files.items() if path is not None]
+    for (option, path), (other, same) in itertools.combinations(given, 2):
+        replaced = not (is_special(path) and is_special(same))
+        if replaced and os.path.realpath(path) == os.path.realpath(same):
+            raise InvalidRequestError(f"{option} and {other} are the same file, {same}: name two")
+
+
+def _print_results(result: "GenerationResult", printer: "StreamPrinter | None") -> None:
+    """What the printer still has, or one JSON object a prompt."""
     if printer is None:
         rows = zip(result.texts, result.tokens, result.prompt_stats, strict=True)
         for text, tokens, stats in rows:
@@ -66,8 +95,20 @@ def run(options: argparse.Namespace) -> None:
             print(json.dumps(line, ensure_ascii=False))
     else:
         printer.finish()
-    if not options.quiet and not options.json:
-        print_statistics(result.stats)
+    sys.stdout.flush()
+
+
+def _write_files(
+    options: argparse.Namespace, result: "GenerationResult", trace: "Trace | None"
+) -> None:
+    """Both files, though one of them cannot be written; raises OSError."""
+    try:
+        if options.stats:
+            text = json.dumps(result.stats.to_dict(), indent=1) + "\n"
+            write_text_atomically(options.stats, text)
+    finally:
+        if trace is not None:
+            trace.write(options.trace)
 
 
 def _note_unused_depth(options: argparse.Namespace) -> None:

@@ -1,11 +1,15 @@
 """`specter plan`: predicted time per token, best depth and hit rate on hardware not at hand."""
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import os
 import sys
 from typing import TYPE_CHECKING
 
+from specter_jax.cli.generate import check_distinct
+from specter_jax.cli.plan_arguments import DEFAULT_TEXT
 from specter_jax.cli.session import (
     Progress,
     check_model,
@@ -30,11 +34,7 @@ MAX_BUDGETS = 6
 def run(options: argparse.Namespace) -> None:
     """Predict and report; raises SpecterError or OSError."""
     check_model(options.model)
-    check_output("--record", options.record)
-    if options.record is None and (options.prompt or options.prompts):
-        raise InvalidRequestError(
-            "--prompt and --prompts are what --record runs the model on; give it too, or leave them"
-        )
+    _check_routing(options)
     calibration = load_calibration(options.calibration or DEFAULT_CALIBRATION)
     if options.record is None and "jax" not in sys.modules:
         # Nothing here needs a GPU, and a JAX that finds one takes memory on it.
@@ -43,29 +43,50 @@ def run(options: argparse.Namespace) -> None:
     from specter_jax.controller import DEPTH_BUCKETS
     from specter_jax.planner.model import planned_model
     from specter_jax.planner.predict import check_request, predict
+    from specter_jax.planner.traces import save_trace
 
     hardware = _hardware(options)
     model = planned_model(options.model, calibration, options.expert_format)
     # Recording takes minutes: all that can be refused is, before it.
     budgets = _budgets(options, model)
     check_request(model, budgets=budgets, policy=options.policy, max_context=options.max_context)
-    with Progress() as progress:
-        trace = _trace(options, model, progress)
-        prediction = predict(
-            model,
-            trace.select(options.num_prompts, options.max_new_tokens),
-            hardware,
-            calibration,
-            budgets=budgets,
-            depths=options.depth or DEPTH_BUCKETS,
-            policy=options.policy,
-            max_context=options.max_context,
-            progress=progress,
+    with contextlib.ExitStack() as at_end:
+        with Progress() as progress:
+            trace = _trace(options, model, progress)
+            if options.record is not None:
+                # After the results, which a full disk must not lose; though there be none.
+                at_end.callback(save_trace, trace, options.record)
+            prediction = predict(
+                model,
+                trace.select(options.num_prompts, options.max_new_tokens),
+                hardware,
+                calibration,
+                budgets=budgets,
+                depths=options.depth or DEPTH_BUCKETS,
+                policy=options.policy,
+                max_context=options.max_context,
+                progress=progress,
+            )
+        if options.json:
+            print(json.dumps(prediction.to_dict(), indent=1))
+        else:
+            _print_table(prediction, options)
+
+
+def _check_routing(options: argparse.Namespace) -> None:
+    """Raises InvalidRequestError for options that contradict where routing comes from."""
+    check_output("--record", options.record)
+    if options.record is None and (options.prompt or options.prompts):
+        raise InvalidRequestError(
+            "--prompt and --prompts are what --record runs the model on; give it too, or leave them"
         )
-    if options.json:
-        print(json.dumps(prediction.to_dict(), indent=1))
-    else:
-        _print_table(prediction, options)
+    if options.trace is None and options.text != DEFAULT_TEXT:
+        raise InvalidRequestError(
+            f"--text {options.text} needs --trace: the package's traces and those that --record "
+            f"makes have {DEFAULT_TEXT} text only"
+        )
+    inputs = {"--prompts": options.prompts, "--calibration": options.calibration}
+    check_distinct({**inputs, "--record": options.record})
 
 
 def _hardware(options: argparse.Namespace) -> "Hardware":
@@ -104,7 +125,7 @@ def _trace(
     options: argparse.Namespace, model: "PlannedModel", progress: Progress
 ) -> "RoutingTrace":
     """From a file, recorded here, or from the package."""
-    from specter_jax.planner.traces import bundled_trace, load_trace, save_trace
+    from specter_jax.planner.traces import bundled_trace, load_trace
 
     if options.trace is not None:
         return load_trace(options.trace, options.text)
@@ -123,14 +144,13 @@ def _trace(
         max_new_tokens=options.max_new_tokens,
         max_context=model.context(options.max_context),
     )
-    trace = record_trace(
+    recorded = record_trace(
         load(model.path, max_context=options.max_context, progress=progress),
         prompts,
         max_new_tokens=options.max_new_tokens,
         source=f"recorded from {model.path.name}",
     )
-    save_trace(trace, options.record)
-    return trace
+    return dataclasses.replace(recorded, num_experts=model.config.num_experts)
 
 
 def _print_table(prediction: "Prediction", options: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ from specter_jax.planner.policies import PREDICTABLE
 from specter_jax.sizes import parse_size
 
 DEFAULT_PROMPTS, DEFAULT_TOKENS = 4, 64
+DEFAULT_TEXT = "greedy"
 
 Add = Callable[..., None]
 
@@ -75,8 +76,8 @@ def add_plan(commands: Any, add_policy: Add, add_context: Add) -> None:
     routing.add_argument(
         "--text",
         choices=("greedy", "sampled"),
-        default="greedy",
-        help="which text of the trace (default greedy)",
+        default=DEFAULT_TEXT,
+        help=f"which text of the --trace file (default {DEFAULT_TEXT}, all that other traces have)",
     )
     texts = routing.add_mutually_exclusive_group()
     texts.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt to record")

@@ -5,6 +5,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
+from specter_jax.cli.generate import check_distinct
 from specter_jax.cli.session import (
     Progress,
     check_model,
@@ -14,7 +15,7 @@ from specter_jax.cli.session import (
     prompts_of,
 )
 from specter_jax.errors import InvalidRequestError
-from specter_jax.profile import profile, require_speculative
+from specter_jax.profile import profile, require_measurable, require_speculative
 from specter_jax.sizes import format_size
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ def run(options: argparse.Namespace) -> None:
     prompts = prompts_of(options) or list(DEFAULT_PROMPTS)
     check_model(options.model)
     require_speculative(options.policy)
-    plot = _plot_path(options.plot)
-    check_output("--plot", plot)
+    require_measurable(options.max_new_tokens)
+    plot = _plot_path(options)
     prepare_environment()
     options.batch_size = min(options.batch_size, len(prompts))
     model = load_model(options)
@@ -59,19 +60,21 @@ def run(options: argparse.Namespace) -> None:
         print(f"plot: {plot}", file=sys.stderr)
 
 
-def _plot_path(requested: str | None) -> str | None:
-    """Where to draw; None, with a note, if nobody asked and matplotlib is missing."""
+def _plot_path(options: argparse.Namespace) -> str | None:
+    """Where to draw; None, with a note, if nobody asked and it cannot be done."""
     from specter_jax.plots import check_plot
 
-    if requested is None:
-        try:
-            check_plot(DEFAULT_PLOT)
-        except InvalidRequestError as error:
-            print(f"no plot: {error}", file=sys.stderr)
-            return None
-        return DEFAULT_PLOT
-    check_plot(requested)
-    return requested
+    path = DEFAULT_PLOT if options.plot is None else options.plot
+    try:
+        check_plot(path)
+        check_output("--plot", path)
+        check_distinct({"--prompts": options.prompts, "--plot": path})
+    except InvalidRequestError as error:
+        if options.plot is not None:
+            raise
+        print(f"no plot: {error}", file=sys.stderr)
+        return None
+    return path
 
 
 def _print_table(measured: "Profile") -> None:

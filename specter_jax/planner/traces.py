@@ -3,7 +3,8 @@
 The file format is that of `scripts/replay_traces.py`: an `.npz` with, for a kind of text ("greedy"
 or "sampled"), `<kind>_target_experts` and `<kind>_draft_experts`, integers [M, prompts, positions,
 k], `<kind>_target_argmax` and `<kind>_draft_argmax`, integers [prompts, outputs], and
-`prompt_tokens`: position `prompt_tokens - 1 + j` is the one that yields output j.
+`prompt_tokens`: position `prompt_tokens - 1 + j` is the one that yields output j. A file may also
+have `num_experts`, those of a layer, and `source`, where it comes from in words.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ MIN_OUTPUTS = 2
 
 KINDS = ("greedy", "sampled")
 _ARRAYS = ("target_experts", "draft_experts", "target_argmax", "draft_argmax")
+_COUNTS = ("prompt_tokens", "num_experts")
 _ZIP = b"PK"
 BUNDLED = Path(__file__).with_name("traces")
 """Traces that come with the package."""
@@ -35,7 +37,8 @@ class RoutingTrace:
 
     target_experts, draft_experts: integers [M, P, positions, k], positions = prompt_tokens +
         outputs; target_argmax, draft_argmax: integers [P, outputs], the most likely token of each
-        output position; source: where it comes from, in words.
+        output position; source: where it comes from, in words; num_experts: of a layer of the
+        model, None if unknown: not all of them need be chosen.
     """
 
     target_experts: np.ndarray
@@ -44,6 +47,7 @@ class RoutingTrace:
     draft_argmax: np.ndarray
     prompt_tokens: int
     source: str
+    num_experts: int | None = None
 
     @property
     def agree(self) -> np.ndarray:
@@ -59,6 +63,11 @@ class RoutingTrace:
     def num_layers(self) -> int:
         """M, MoE layers."""
         return len(self.target_experts)
+
+    @property
+    def highest_expert(self) -> int:
+        """The highest id that either chose."""
+        return int(max(self.target_experts.max(), self.draft_experts.max()))
 
     def select(self, num_prompts: int, num_outputs: int) -> RoutingTrace:
         """At most so many prompts, evenly spread, and so many outputs of each.
@@ -96,18 +105,21 @@ class RoutingTrace:
     def fitted(self, config: ModelConfig) -> RoutingTrace:
         """The trace for a model with as many experts and choices, but perhaps more MoE layers.
 
-        Layers are then repeated in place, as often as it takes, and `source` says so.
+        Layers are then repeated in place, as often as it takes, and `source` says so. A trace that
+        does not know its experts fits a model that has all those it chose.
 
         Raises:
             InvalidRequestError: experts or choices per token differ, or the model has fewer layers.
         """
-        highest = int(max(self.target_experts.max(), self.draft_experts.max()))
+        highest, known = self.highest_expert, self.num_experts
         top_k = self.target_experts.shape[-1]
         layers = config.num_moe_layers
-        if highest >= config.num_experts or top_k != config.top_k or self.num_layers > layers:
+        same_experts = highest < config.num_experts and known in (None, config.num_experts)
+        if not same_experts or top_k != config.top_k or self.num_layers > layers:
+            of_experts = "" if known is None else f" of {known} experts"
             raise InvalidRequestError(
                 f"the trace ({self.source}) has {self.num_layers} MoE layers, {top_k} choices a "
-                f"token and expert ids up to {highest}; the model has {layers} layers, "
+                f"token and expert ids up to {highest}{of_experts}; the model has {layers} layers, "
                 f"{config.top_k} choices and {config.num_experts} experts"
             )
         if self.num_layers == layers:
@@ -131,13 +143,11 @@ def load_trace(path: str | os.PathLike[str], kind: str = "greedy") -> RoutingTra
     path = Path(path)
     names = {name: f"{kind}_{name}" for name in _ARRAYS}
     try:
-        found = _read_arrays(path, (*names.values(), "prompt_tokens", "source"))
+        found = _read_arrays(path, (*names.values(), *_COUNTS, "source"))
         missing = {*names.values(), "prompt_tokens"} - set(found)
         if missing:
             raise InvalidRequestError(f"lacks {', '.join(sorted(missing))}")
-        count = found["prompt_tokens"]
-        if count.ndim != 0 or not np.issubdtype(count.dtype, np.integer):
-            raise InvalidRequestError("prompt_tokens is no whole number")
+        counts = {name: _whole_number(name, found[name]) for name in _COUNTS if name in found}
     except InvalidRequestError as error:
         raise InvalidRequestError(
             f"{path}: {error}; expected a routing trace of {kind} text, an .npz file such as "
@@ -146,7 +156,7 @@ def load_trace(path: str | os.PathLike[str], kind: str = "greedy") -> RoutingTra
     described = str(found["source"]) if "source" in found else path.name
     trace = RoutingTrace(
         **{field: found[name] for field, name in names.items()},
-        prompt_tokens=int(count),
+        **counts,
         source=f"{described}, {kind} text",
     )
     _check(trace, str(path))
@@ -181,13 +191,22 @@ def _read_arrays(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
     return {name: value for name, value in found.items() if isinstance(value, np.ndarray)}
 
 
+def _whole_number(name: str, value: np.ndarray) -> int:
+    """Raises InvalidRequestError if it is none."""
+    if value.ndim != 0 or not np.issubdtype(value.dtype, np.integer):
+        raise InvalidRequestError(f"{name} is no whole number")
+    return int(value)
+
+
 def save_trace(trace: RoutingTrace, path: str | os.PathLike[str], kind: str = "greedy") -> None:
     """Writes a trace file with one kind of text; raises OSError."""
+    known = {} if trace.num_experts is None else {"num_experts": np.int64(trace.num_experts)}
     with open(path, "wb") as file:
         np.savez_compressed(
             file,
             prompt_tokens=np.int64(trace.prompt_tokens),
             source=np.str_(trace.source),
+            **known,
             **{
                 f"{kind}_target_experts": trace.target_experts,
                 f"{kind}_draft_experts": trace.draft_experts,
@@ -205,7 +224,11 @@ def bundled_trace(config: ModelConfig) -> RoutingTrace:
     """
     for path in sorted(BUNDLED.glob("*.npz")):
         try:
-            return load_trace(path).fitted(config)
+            trace = load_trace(path)
+            # These choose every expert; where the model has more, the others would stay idle and
+            # the figures be too good.
+            known = dataclasses.replace(trace, num_experts=trace.highest_expert + 1)
+            return known.fitted(config)
         except InvalidRequestError:
             continue
     raise InvalidRequestError(
