@@ -141,8 +141,8 @@ def _group_size(axis: str, length: int, requested: int | None) -> int:
     if requested < CODES_PER_WORD or requested % CODES_PER_WORD or length % requested:
         listed = ", ".join(map(str, valid)) or "none"
         raise InvalidRequestError(
-            f"group size {requested} must be a multiple of {CODES_PER_WORD} that divides the "
-            f"{axis} {length}; usual sizes that do: {listed}"
+            f"group size {shown(requested)} must be a multiple of {CODES_PER_WORD} that divides "
+            f"the {axis} {length}; usual sizes that do: {listed}"
         )
     return requested
 

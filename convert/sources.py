@@ -14,6 +14,7 @@ from specter_jax.checkpoint.safetensors_file import (
     read_header,
     read_tensor,
 )
+from specter_jax.config.checks import shown
 from specter_jax.errors import ConversionError
 from specter_jax.json_files import read_json_object
 
@@ -132,7 +133,9 @@ class SafetensorsSource:
         shards: dict[str, dict[str, TensorEntry]] = {}
         for name, file_name in weight_map.items():
             if not isinstance(file_name, str) or Path(file_name).name != file_name:
-                raise ConversionError(f"{index_path}: tensor {name} is in {file_name!r}, no file")
+                raise ConversionError(
+                    f"{index_path}: tensor {name} is in {shown(file_name)}, no file"
+                )
             path = self.directory / file_name
             if file_name not in shards:
                 if not path.is_file():

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specter_jax.arguments import as_callable, as_flag, as_integer, as_list
+from specter_jax.config.checks import shown
 from specter_jax.controller import AUTO, DEPTH_BUCKETS, DepthController, parse_depth
 from specter_jax.engine.batch import Batch
 from specter_jax.engine.decode import decode
@@ -92,7 +93,7 @@ def generate(
     stop = check_stop(as_list("stop", () if stop is None else stop, "strings"))
     prompts = as_list("prompts", prompts, "prompts")
     if trace is not None and not hasattr(trace, "async_span"):
-        raise InvalidRequestError(f"trace is {trace!r}; expected a specter_jax.Trace")
+        raise InvalidRequestError(f"trace is {shown(trace)}; expected a specter_jax.Trace")
     tokenizer = load_tokenizer(model.path)
     ids = encode_prompts(tokenizer, prompts, chat=chat)
     for number, prompt in enumerate(ids):

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specter_jax.arguments import as_integer
+from specter_jax.config.checks import shown
 from specter_jax.depth_costs import IterationTiming, MeasuredDepth, expected_tokens, extend_line
 from specter_jax.errors import InvalidRequestError
 from specter_jax.runtime_config import MAX_DEPTH
@@ -78,7 +79,7 @@ def parse_depth(depth: int | str) -> int | None:
         return as_integer("depth", number, PLAIN_DEPTH, MAX_DEPTH)
     except InvalidRequestError:
         raise InvalidRequestError(
-            f"depth is {depth!r}; expected an integer from 0 to {MAX_DEPTH} (0 does not "
+            f"depth is {shown(depth)}; expected an integer from 0 to {MAX_DEPTH} (0 does not "
             'speculate), or "auto"'
         ) from None
 

@@ -18,6 +18,7 @@ from specter_jax.budget import check_device, plan, slots_for
 from specter_jax.checkpoint import Checkpoint, open_checkpoint
 from specter_jax.compilation import keep_compiled_programs
 from specter_jax.config import ModelConfig, layer_name
+from specter_jax.config.checks import shown
 from specter_jax.controller import DepthController
 from specter_jax.engine.batch import Batch
 from specter_jax.engine.context import Context, Optimism
@@ -247,7 +248,7 @@ def load(
         checkpoint = path
     else:
         raise InvalidRequestError(
-            f"path is {path!r}; expected a directory or an open checkpoint, such as "
+            f"path is {shown(path)}; expected a directory or an open checkpoint, such as "
             "convert.InMemoryCheckpoint"
         )
     config = checkpoint.config

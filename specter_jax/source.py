@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specter_jax.checkpoint import MANIFEST_NAME, read_manifest
+from specter_jax.config.checks import shown
 from specter_jax.errors import CheckpointError, InvalidRequestError, MissingFileError
 from specter_jax.paths import CACHE_VARIABLE, as_path, cache_root, reason
 
@@ -83,7 +84,7 @@ def _check_format(directory: Path, expert_format: str | None) -> None:
     if stored != expert_format:
         raise InvalidRequestError(
             f"{directory} holds {stored} experts, not {expert_format}; convert the source with "
-            f"expert_format={expert_format!r} (--expert-format)"
+            f"expert_format={shown(expert_format)} (--expert-format)"
         )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from specter_jax.config.checks import shown
 from specter_jax.controller import AUTO
 from specter_jax.errors import InvalidRequestError
 
@@ -102,5 +103,7 @@ def get_system(name: str) -> System:
         InvalidRequestError: if there is none of that name; the message lists those there are.
     """
     if not isinstance(name, str) or name not in SYSTEMS:
-        raise InvalidRequestError(f"unknown system {name!r}: choose one of {', '.join(SYSTEMS)}")
+        raise InvalidRequestError(
+            f"unknown system {shown(name)}: choose one of {', '.join(SYSTEMS)}"
+        )
     return SYSTEMS[name]

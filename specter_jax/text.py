@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from specter_jax.config.checks import shown
 from specter_jax.errors import InvalidRequestError, PromptError
 from specter_jax.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 
@@ -130,12 +131,12 @@ def check_stop(stop: Sequence[str]) -> tuple[str, ...]:
     never occur in an output.
     """
     if isinstance(stop, str):
-        raise InvalidRequestError(f"stop is the string {stop!r}; expected a list of strings")
+        raise InvalidRequestError(f"stop is the string {shown(stop)}; expected a list of strings")
     for one in stop:
         if not isinstance(one, str) or not one:
-            raise InvalidRequestError(f"stop holds {one!r}; expected non-empty strings")
+            raise InvalidRequestError(f"stop holds {shown(one)}; expected non-empty strings")
         if find_surrogate(one) is not None:
-            raise InvalidRequestError(f"stop holds {one!r}, which is not valid Unicode")
+            raise InvalidRequestError(f"stop holds {shown(one)}, which is not valid Unicode")
     return tuple(stop)
 
 

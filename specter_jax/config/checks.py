@@ -11,7 +11,10 @@ _SHOWN_CHARACTERS = 80
 
 def shown(value: Any) -> str:
     """A value as messages show it: on one line and not too long."""
-    text = repr(value)
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # an integer of more digits than Python writes out
+        text = f"a huge {type(value).__name__}"
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 

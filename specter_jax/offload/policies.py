@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from specter_jax.config.checks import shown
 from specter_jax.errors import UnknownPolicyError
 from specter_jax.offload.eviction import EvictionPolicy, LayerLruEviction, LruEviction
 from specter_jax.offload.lookahead import LookaheadEviction
@@ -118,7 +119,7 @@ def get_policy(name: str) -> PolicySpec:
     """
     known = POLICIES | SYSTEM_POLICIES
     if not isinstance(name, str) or name not in known:
-        raise UnknownPolicyError(f"unknown policy {name!r}: choose one of {', '.join(known)}")
+        raise UnknownPolicyError(f"unknown policy {shown(name)}: choose one of {', '.join(known)}")
     return known[name]
 
 
