@@ -60,6 +60,24 @@ def test_a_later_file_replaces_the_same_cells(tmp_path):
         read_results(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("bad.json", {"cells": 5}),
+        ("bad.json", {"cells": [1]}),
+        ("bad.json", {"kernels": [{"kernel": "ffn", "num_rows": "many", "us": 1.0}]}),
+        ("bad.json", {"cells": [], "meta": "today"}),
+        ("bad.json", {"kind": "predicted", "cells": [{}]}),
+        ("bad.timeline.json", {"traceEvents": [{"name": "draft"}]}),
+    ],
+)
+def test_entries_of_another_kind_are_refused_with_their_file(tmp_path, name, content):
+    (tmp_path / "good.json").write_text(json.dumps({"cells": [cell(policy="mo", depth=0)]}))
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(InvalidRequestError, match=r"bad\.(timeline\.)?json: its entries"):
+        read_results(tmp_path)
+
+
 def test_formats_of_experts_stay_apart(tmp_path):
     cells = [
         cell(policy="lookahead", depth=8, expert_format="plain", plain={"tpot_ms": 20.0}),

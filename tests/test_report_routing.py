@@ -1,5 +1,6 @@
 """The report's statistics of routing, its prompts and the iterations it cuts from traces."""
 
+import gzip
 import json
 
 import numpy as np
@@ -88,6 +89,74 @@ def test_a_trace_is_cut_where_the_models_disagree(tmp_path):
         trace_records(tmp_path, FULL)
 
 
+def save_trace(file, prompts=3, outputs=20, **other):
+    """A trace of random routing; `other` arrays stand for what is wrong with it."""
+    rng = np.random.default_rng(0)
+    experts = rng.integers(0, 8, (2, prompts, 4 + outputs, 2))
+    tokens = np.zeros((prompts, outputs), int)
+    arrays = {"prompt_tokens": 4, "task": np.array(["a", "b", "a"][:prompts])}
+    for model in ("target", "draft"):
+        arrays[f"sampled_{model}_experts"] = experts
+        arrays[f"sampled_{model}_argmax"] = tokens
+    arrays |= other
+    np.savez(file, **{name: array for name, array in arrays.items() if array is not None})
+
+
+def test_a_trace_becomes_records(tmp_path):
+    save_trace(tmp_path / "big.npz")
+    records = trace_records(tmp_path, FULL)
+    assert records["match"][0]["mean"] == 1
+    assert records["match"][0]["experts"] == 8
+    (diversity,) = records["diversity"]
+    assert [(task["task"], task["requests"]) for task in diversity["tasks"]] == [("a", 2), ("b", 1)]
+
+
+def test_a_trace_may_say_how_many_experts_there_are(tmp_path):
+    save_trace(tmp_path / "big.npz", num_experts=64)
+    assert trace_records(tmp_path, FULL)["match"][0]["experts"] == 64
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"task": None},
+        {"task": np.array(["a"])},
+        {"task": np.array("a")},
+        {"task": np.array([{}], object)},
+        {"prompt_tokens": np.arange(2)},
+        {"prompt_tokens": 5},
+        {"sampled_target_experts": np.zeros((2, 3, 24), int)},
+        {"sampled_draft_experts": np.zeros((2, 3, 24, 2))},
+        {"sampled_target_argmax": np.zeros(20, int)},
+        {"sampled_draft_argmax": np.zeros((3, 19), int)},
+        # Too short for one verification at depth 16.
+        {"outputs": 16},
+    ],
+)
+def test_a_trace_that_contradicts_itself_is_refused(tmp_path, wrong):
+    save_trace(tmp_path / "wrong.npz", **wrong)
+    with pytest.raises(InvalidRequestError, match=r"wrong\.npz") as refused:
+        trace_records(tmp_path, FULL)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_damaged_trace_is_refused(tmp_path):
+    file = tmp_path / "bad.npz"
+    save_trace(file)
+    whole = file.read_bytes()
+    contents = [b"", whole[:100], whole[: len(whole) // 2], whole.replace(b"NUMPY", b"NUMBY")]
+    with open(tmp_path / "array", "wb") as array:
+        np.save(array, np.arange(3))
+    contents.append((tmp_path / "array").read_bytes())
+    with open(tmp_path / "nothing", "wb") as archive:
+        np.savez(archive)
+    contents.append((tmp_path / "nothing").read_bytes())
+    for content in contents:
+        file.write_bytes(content)
+        with pytest.raises(InvalidRequestError, match=r"bad\.npz"):
+            trace_records(tmp_path, FULL)
+
+
 def test_the_median_iteration_begins_at_its_first_chunk():
     clock = iter(range(0, 10**9, 1000))
     trace = Trace(clock_ns=lambda: next(clock))
@@ -123,6 +192,31 @@ def test_prompts_are_read_by_task(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": 1}\n', encoding="utf-8")
     with pytest.raises(PromptError, match=r"bad\.jsonl"):
         read_tasks(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"prompt": ""}',
+        '{"turns": ["\\ud800"]}',
+        '{"prompt": "p", "category": "\\udfff"}',
+        '{"turns": {}}',
+        "[" * 100_000,
+    ],
+)
+def test_a_line_without_a_prompt_is_named(tmp_path, line):
+    (tmp_path / "a.jsonl").write_text(f'{{"prompt": "p"}}\n\n{line}\n', encoding="utf-8")
+    with pytest.raises(PromptError, match=r"a\.jsonl, line 3"):
+        read_tasks(tmp_path)
+
+
+def test_damaged_files_of_prompts_are_refused(tmp_path):
+    whole = gzip.compress(b'{"prompt": "a word"}\n' * 50)
+    # The end of the file is missing, or the compressed data are wrong.
+    for content in (whole[:-9], whole[:12] + b"\xff" * 9 + whole[21:], b"no gzip", b"\x1f"):
+        (tmp_path / "a.jsonl.gz").write_bytes(content)
+        with pytest.raises(PromptError, match=r"a\.jsonl\.gz: cannot be read"):
+            read_tasks(tmp_path)
 
 
 def test_prompts_are_spread_over_the_tasks():

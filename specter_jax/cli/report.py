@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,18 @@ def run(options: argparse.Namespace) -> None:
 
     check_plot("report.svg")
     prepare_environment()
+    from specter_jax.report.evaluation import add_results
     from specter_jax.report.storage import write_report
 
-    report = _report(options, models)
-    _add_true_size(report, options, results)
-    print(write_report(report, options.out))
+    # Read before anything is measured, which takes long.
+    true_size = _true_size(options, results)
+
+    def write(report: dict[str, Any]) -> Path:
+        for metas, records in true_size:
+            add_results(report, records, metas)
+        return write_report(report, options.out)
+
+    print(write(_report(options, models, write)))
 
 
 def _models(options: argparse.Namespace) -> list[str]:
@@ -45,8 +54,13 @@ def _models(options: argparse.Namespace) -> list[str]:
     return models
 
 
-def _report(options: argparse.Namespace, models: list[str]) -> dict[str, Any]:
-    """What was measured here, now or in the report that is drawn again."""
+def _report(
+    options: argparse.Namespace, models: list[str], write: Callable[[dict[str, Any]], Path]
+) -> dict[str, Any]:
+    """What was measured here, now or in the report that is drawn again.
+
+    write: what stores a report, here one of which only a part was measured.
+    """
     from specter_jax.report.evaluation import measure
     from specter_jax.report.prompts import read_tasks
     from specter_jax.report.settings import FULL, QUICK
@@ -61,20 +75,37 @@ def _report(options: argparse.Namespace, models: list[str]) -> dict[str, Any]:
         def tell(what: str) -> None:
             progress(what, 0, 1)
 
-        return measure(models, tasks, settings, cache_dir=options.cache_dir, progress=tell)
+        def keep(report: dict[str, Any]) -> None:
+            page = write(report)
+            # On a terminal a line of progress stands there.
+            clear = "\r\033[K" if sys.stderr.isatty() else ""
+            print(f"{clear}note: {page} has what was measured so far", file=sys.stderr, flush=True)
+
+        return measure(
+            models, tasks, settings, cache_dir=options.cache_dir, progress=tell, keep=keep
+        )
 
 
-def _add_true_size(report: dict[str, Any], options: argparse.Namespace, results) -> None:
-    from specter_jax.report.evaluation import add_results
+def _true_size(
+    options: argparse.Namespace, results: str | None
+) -> list[tuple[list[dict[str, Any]] | None, dict[str, Any]]]:
+    """What `add_results` takes, read from files: metas if they say of any, and records.
+
+    Raises InvalidRequestError if a file is damaged or there is no drawing its figures, OSError.
+    """
+    from specter_jax.report.page import check_drawable
     from specter_jax.report.results import read_results
     from specter_jax.report.settings import FULL
     from specter_jax.report.traces import trace_records
 
+    found = []
     if results is not None:
         metas, records = read_results(results)
-        add_results(report, records, metas)
+        check_drawable(records, metas, results)
+        found.append((metas, records))
     if options.traces is not None:
-        add_results(report, trace_records(options.traces, FULL))
+        found.append((None, trace_records(options.traces, FULL)))
+    return found
 
 
 def _default(path: Path, option: str) -> str:

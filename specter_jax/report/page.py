@@ -7,6 +7,7 @@ from typing import Any
 
 from jinja2 import Environment
 
+from specter_jax.errors import InvalidRequestError
 from specter_jax.report import SMALL, TRUE_SIZE
 from specter_jax.report.catalogue import CATALOGUE, Entry
 from specter_jax.report.page_template import TEMPLATE
@@ -62,6 +63,16 @@ def draw_all(report: dict[str, Any]) -> dict[tuple[str, str], Panel]:
             for shown in _shown(entry, report)
             if shown.panel is not None
         }
+
+
+def check_drawable(records: dict[str, Any], metas: list[dict[str, Any]], what: str) -> None:
+    """Draws true-size records for nothing but errors; raises InvalidRequestError, naming `what`."""
+    report = {"records": records, "results": metas, "meta": {"processor": "", "cores": 0}}
+    try:
+        draw_all(report)
+        _sources(report)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InvalidRequestError(f"{what}: its figures cannot be drawn ({error!r})") from error
 
 
 def _shown(entry: Entry, report: dict[str, Any]) -> list[Shown]:

@@ -6,13 +6,14 @@ import dataclasses
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from specter_jax.errors import PromptError
-from specter_jax.text import encode_prompts, load_tokenizer
+from specter_jax.text import check_text, encode_prompts, load_tokenizer
 
 # Spec-Bench (Xia et al. 2024) counts the eight categories of MT-bench as one task.
 MT_BENCH = frozenset(
@@ -72,7 +73,8 @@ def read_tasks(directory: str | os.PathLike[str] | None) -> tuple[Task, ...]:
     into tasks by `category`, a file without categories is one task, named like the file.
 
     Raises:
-        PromptError: there is no such directory, no prompt in it, or a line is malformed.
+        PromptError: there is no such directory, no prompt in it, a file is damaged, or a line is
+            malformed or its prompt no text; names file and line.
     """
     if directory is None:
         return BUILT_IN
@@ -94,24 +96,27 @@ def _read_file(file: Path) -> list[tuple[str, str]]:
     opener = gzip.open if file.suffix == ".gz" else open
     try:
         with opener(file, "rt", encoding="utf-8") as opened:
-            lines = [line for line in opened if line.strip()]
-    except (OSError, ValueError) as error:
+            lines = [(number, line) for number, line in enumerate(opened, 1) if line.strip()]
+    except (OSError, ValueError, EOFError, zlib.error) as error:
         raise PromptError(f"{file}: cannot be read ({error})") from error
     fallback = file.name.partition(".")[0]
-    return [_task_and_prompt(line, fallback, file) for line in lines]
+    return [_task_and_prompt(line, fallback, f"{file}, line {number}") for number, line in lines]
 
 
-def _task_and_prompt(line: str, fallback: str, file: Path) -> tuple[str, str]:
+def _task_and_prompt(line: str, fallback: str, where: str) -> tuple[str, str]:
     try:
         fields = json.loads(line)
         prompt = fields["prompt"] if "prompt" in fields else fields["turns"][0]
         category = fields.get("category", fallback)
         if not isinstance(prompt, str) or not isinstance(category, str):
             raise TypeError("prompt and category must be texts")
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise PromptError(
-            f'{file}: expected "prompt" or "turns", got {line.strip()[:40]!r} ({error})'
+            f'{where}: expected "prompt" or "turns", got {line.strip()[:40]!r} ({error})'
         ) from error
+    # Here, not when it is encoded or written: by then much has been measured.
+    check_text(prompt, f"{where}: the prompt")
+    check_text(category, f"{where}: the category")
     return "mt_bench" if category in MT_BENCH else category, prompt
 
 

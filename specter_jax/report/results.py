@@ -3,9 +3,9 @@
 `h200.py` writes `{"meta", "cells", "prefill", "kernels"}`: a cell is one generation with "model",
 "budget_gib", "expert_format", "policy" or "system", "depth", "dataset", "batch", "stats"
 (`Stats.to_dict`) and whatever else was noted; "plain" is plain decoding in the same place.
-`kernels.py` writes `{"device", "rows"}`, a run's trace stands in `*.timeline.json` with what it is
-of under "otherData", predictions as `predictions.py` says. All keys are optional: what is absent is
-not measured, nothing is filled in.
+`kernel_times.py` writes `{"device", "rows"}`, a run's trace stands in `*.timeline.json` with what
+it is of under "otherData", predictions as `predictions.py` says. All keys are optional: what is
+absent is not measured, nothing is filled in.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from specter_jax.errors import InvalidRequestError
+from specter_jax.json_files import read_json_object
 from specter_jax.report.predictions import is_prediction, prediction_records
 from specter_jax.report.result_records import Record, Records, records_of
 from specter_jax.report.sources import with_origin
+
+File = tuple[str, Mapping[str, Any]]
+"""Name and content."""
 
 TIMELINE = ".timeline.json"
 LISTS = {
@@ -38,16 +42,29 @@ def read_results(directory: str | os.PathLike[str]) -> tuple[list[Record], Recor
     What stands in several files is taken from the latest by `meta.date`.
 
     Raises:
-        InvalidRequestError: no such directory, or a `.json` file that is no JSON object.
+        InvalidRequestError: no such directory, or a `.json` file that is no JSON object or whose
+            entries are not as above; names the file.
+        OSError: a file cannot be read.
     """
     folder = Path(directory)
     if not folder.is_dir():
         raise InvalidRequestError(f"{directory}: no such directory")
     files = [(file.name, _read(file)) for file in sorted(folder.glob("*.json"))]
-    results = [(name, content) for name, content in files if any(key in content for key in LISTS)]
-    results = [(name, content) for name, content in results if not is_prediction(content)]
-    results.sort(key=lambda file: str(_meta(*file).get("date", "")))
-    merged = _gathered(results)
+    for file in files:
+        # Each alone first: whatever is wrong with an entry then has its file's name.
+        try:
+            _records([file])
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise InvalidRequestError(
+                f"{folder / file[0]}: its entries are not as scripts/bench writes them ({error!r})"
+            ) from error
+    used = [file for file in _ordered(files) if records_of(_gathered([file]))]
+    return [_meta(*file) for file in used], _records(files)
+
+
+def _records(files: Sequence[File]) -> Records:
+    """Of all the files together, by section."""
+    merged = _gathered(_ordered(files))
     merged["timelines"] = [
         {"file": name, "model": name.removesuffix(TIMELINE), **_about(content), "trace": content}
         for name, content in files
@@ -56,10 +73,14 @@ def read_results(directory: str | os.PathLike[str]) -> tuple[list[Record], Recor
     records = records_of(merged)
     if pairs := prediction_records([content for _, content in files], merged["cells"]):
         records["planner"] = pairs
-    used = [
-        (name, content) for name, content in results if records_of(_gathered([(name, content)]))
-    ]
-    return [_meta(*file) for file in used], records
+    return records
+
+
+def _ordered(files: Sequence[File]) -> list[File]:
+    """Those with measurements, the latest last."""
+    results = [file for file in files if any(key in file[1] for key in LISTS)]
+    results = [file for file in results if not is_prediction(file[1])]
+    return sorted(results, key=lambda file: str(_meta(*file).get("date", "")))
 
 
 def _about(trace: Mapping[str, Any]) -> Record:
@@ -68,8 +89,8 @@ def _about(trace: Mapping[str, Any]) -> Record:
     return dict(about) if "budget_gib" in about else {"budget": "", **about}
 
 
-def _gathered(files: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, list[Record]]:
-    """All entries of the files, given with their names, by list; of equal ones the last."""
+def _gathered(files: Sequence[File]) -> dict[str, list[Record]]:
+    """All entries of the files by list; of equal ones the last."""
     gathered: dict[str, dict[str, Record]] = {name: {} for name in LISTS.values()}
     for file, content in files:
         meta = _meta(file, content)
@@ -81,12 +102,9 @@ def _gathered(files: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, list[
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        return read_json_object(file, str(file))
     except ValueError as error:
-        raise InvalidRequestError(f"{file}: not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise InvalidRequestError(f"{file}: expected a JSON object")
-    return content
+        raise InvalidRequestError(str(error)) from error
 
 
 def _meta(name: str, content: Mapping[str, Any]) -> Record:

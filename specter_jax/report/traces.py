@@ -8,13 +8,13 @@ same text.
 from __future__ import annotations
 
 import os
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from specter_jax.errors import InvalidRequestError
+from specter_jax.planner.traces import RoutingTrace, _read_arrays, load_trace
 from specter_jax.report import TRUE_SIZE
 from specter_jax.report.measure_routing import routing_records
 from specter_jax.report.routing import Iteration
@@ -28,7 +28,12 @@ KIND = "sampled"
 def trace_records(
     directory: str | os.PathLike[str], settings: Settings
 ) -> dict[str, list[dict[str, Any]]]:
-    """Records of every trace in the directory; raises InvalidRequestError if there is none."""
+    """Records of every trace in the directory.
+
+    Raises:
+        InvalidRequestError: there is none, or one is damaged or too short; names the file.
+        OSError: a file cannot be opened.
+    """
     files = sorted(Path(directory).glob("*.npz"))
     if not files:
         raise InvalidRequestError(f"{directory}: no .npz traces there")
@@ -40,19 +45,19 @@ def trace_records(
 
 
 def _records_of(file: Path, settings: Settings) -> dict[str, list[dict[str, Any]]]:
-    try:
-        with np.load(file) as trace:
-            target = trace[f"{KIND}_target_experts"]
-            draft = trace[f"{KIND}_draft_experts"]
-            agree = trace[f"{KIND}_target_argmax"] == trace[f"{KIND}_draft_argmax"]
-            first_output = int(trace["prompt_tokens"])
-            tasks = [str(name) for name in trace["task"]]
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise InvalidRequestError(f"{file}: not a routing trace ({error})") from error
+    trace = load_trace(file, KIND)
+    tasks = _tasks_of(file, trace)
     depths = {*settings.depths, settings.depth, settings.diversity_depth}
+    outputs = trace.target_argmax.shape[1]
+    if outputs <= max(depths):
+        raise InvalidRequestError(
+            f"{file}: {outputs} outputs of a prompt; verifications of {max(depths)} drafted tokens "
+            "need more"
+        )
+    target, draft, agree = trace.target_experts, trace.draft_experts, trace.agree
     by_depth = {
         depth: [
-            iterations(target[:, p], draft[:, p], agree[p], first_output, depth)
+            iterations(target[:, p], draft[:, p], agree[p], trace.prompt_tokens, depth)
             for p in range(len(agree))
         ]
         for depth in depths
@@ -67,9 +72,24 @@ def _records_of(file: Path, settings: Settings) -> dict[str, list[dict[str, Any]
     }
     common = {"model": file.stem, "setting": TRUE_SIZE, "text": KIND}
     common["sources"] = origin({"file": file.name})
-    # No model here leaves its last experts unused in thousands of tokens.
-    num_experts = int(max(target.max(), draft.max())) + 1
+    # Where the file does not say: no model leaves its last experts unused in thousands of tokens.
+    num_experts = max(trace.num_experts or 0, trace.highest_expert + 1)
     return routing_records(common, num_experts, by_depth, by_task, settings)
+
+
+def _tasks_of(file: Path, trace: RoutingTrace) -> list[str]:
+    """The task of each prompt, which a replay has no need of; raises InvalidRequestError."""
+    try:
+        tasks = _read_arrays(file, ["task"]).get("task")
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f'{file}: {error}: "task" cannot be read') from None
+    if tasks is None or tasks.shape != (trace.num_prompts,):
+        found = "is missing" if tasks is None else f"has shape {tasks.shape}"
+        raise InvalidRequestError(
+            f'{file}: "task" {found}; expected the name of a task for each of the '
+            f"{trace.num_prompts} prompts"
+        )
+    return [str(name) for name in tasks]
 
 
 def iterations(
