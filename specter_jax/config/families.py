@@ -6,14 +6,14 @@ config.json files leave out fields that equal them.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from specter_jax.config.checks import shown
+from specter_jax.config.deepseek import deepseek_v2
 from specter_jax.config.fields import HfFields
 from specter_jax.config.model import FAMILIES, FULL_ATTENTION, ModelConfig
 from specter_jax.config.rope import RopeConfig, rope_from_hf
-from specter_jax.config.validation import MAX_LAYERS
+from specter_jax.config.sizes import model_sizes
 from specter_jax.errors import UnsupportedModelError
 
 
@@ -83,17 +83,6 @@ def _check(config: ModelConfig) -> None:
         fail("num_key_value_heads", config.num_kv_heads, f"a divisor of {config.num_heads}")
 
 
-def _sizes(
-    fields: HfFields, *, vocab: int, hidden: int, layers: int, context: int
-) -> dict[str, Any]:
-    return {
-        "vocab_size": fields.integer("vocab_size", vocab),
-        "hidden_size": fields.integer("hidden_size", hidden),
-        "num_layers": fields.integer("num_hidden_layers", layers, maximum=MAX_LAYERS),
-        "max_context": fields.integer("max_position_embeddings", context),
-    }
-
-
 def _gqa(
     fields: HfFields,
     sizes: dict[str, Any],
@@ -145,87 +134,8 @@ def _window(fields: HfFields, num_layers: int, default: int | None) -> tuple[int
     return (FULL_ATTENTION if window is None else window,) * num_layers
 
 
-def _deepseek_v2(fields: HfFields) -> dict[str, Any]:
-    sizes = _sizes(fields, vocab=102400, hidden=4096, layers=32, context=2048)
-    num_heads = fields.integer("num_attention_heads", 32)
-    if fields.integer("num_key_value_heads", num_heads) != num_heads:
-        raise fields.reject("num_key_value_heads", f"num_attention_heads ({num_heads})")
-    if fields.get("scoring_func", "softmax") != "softmax":
-        raise fields.reject("scoring_func", "softmax")
-    if fields.integer("moe_layer_freq", 1) != 1:
-        raise fields.reject("moe_layer_freq", "1")
-    nope = fields.integer("qk_nope_head_dim", 128)
-    rope = rope_from_hf(
-        fields,
-        dim=fields.integer("qk_rope_head_dim", 64),
-        max_context=sizes["max_context"],
-        default_theta=10000.0,
-        interleaved=True,
-    )
-    scale = (nope + rope.dim) ** -0.5
-    if rope.kind == "yarn" and rope.mscale_all_dim and rope.factor > 1:
-        mscale = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
-        scale *= mscale * mscale
-    bias = fields.flag("attention_bias", False)
-    expert_size = fields.integer("moe_intermediate_size", 1407)
-    # `q_lora_rank: null` means no compression, whereas an absent field means the class default.
-    rank = fields.integer("q_lora_rank", 1536) if fields.data.get("q_lora_rank", 1) else 0
-    first = fields.integer("first_k_dense_replace", 0, minimum=0)
-    return {
-        **sizes,
-        "norm_eps": fields.number("rms_norm_eps", 1e-6),
-        "attention": "mla",
-        "num_heads": num_heads,
-        "num_kv_heads": num_heads,
-        "head_dim": nope + rope.dim,
-        "v_head_dim": fields.integer("v_head_dim", 128),
-        "q_lora_rank": rank,
-        "kv_lora_rank": fields.integer("kv_lora_rank", 512),
-        "qk_nope_head_dim": nope,
-        "qkv_bias": bias,
-        "output_bias": bias,
-        "windows": (FULL_ATTENTION,) * sizes["num_layers"],
-        "rope": rope,
-        "softmax_scale": scale,
-        "num_experts": fields.first_integer(("n_routed_experts", "num_experts"), 64),
-        "top_k": fields.integer("num_experts_per_tok"),
-        "expert_intermediate_size": expert_size,
-        "moe_layers": tuple(range(min(first, sizes["num_layers"]), sizes["num_layers"])),
-        "dense_intermediate_size": fields.integer("intermediate_size", 11008),
-        "shared_intermediate_size": expert_size * _shared_experts(fields),
-        "mlp_bias": fields.flag("mlp_bias", False),
-        "routed_scaling_factor": fields.number("routed_scaling_factor", 1.0, positive=False),
-        **_deepseek_groups(fields),
-    }
-
-
-def _shared_experts(fields: HfFields) -> int:
-    """Number of shared experts; `null` in the file means none, absence the class default."""
-    if "n_shared_experts" in fields.data and fields.data["n_shared_experts"] is None:
-        return 0
-    return fields.integer("n_shared_experts", 2, minimum=0)
-
-
-def _deepseek_groups(fields: HfFields) -> dict[str, Any]:
-    """Routing within groups of experts. `norm_topk_prob` has no effect, as in transformers."""
-    fields.flag("norm_topk_prob", False)
-    method = fields.get("topk_method", "greedy")
-    if method == "greedy":
-        return {"routing": "softmax"}
-    if method != "group_limited_greedy":
-        raise fields.reject("topk_method", "greedy or group_limited_greedy")
-    groups = fields.integer("n_group")
-    top_groups = fields.integer("topk_group")
-    experts = fields.first_integer(("n_routed_experts", "num_experts"), 64)
-    if experts % groups:
-        raise fields.reject("n_group", f"a divisor of the number of experts ({experts})")
-    if top_groups > groups:
-        raise fields.reject("topk_group", f"at most n_group ({groups})")
-    return {"routing": "group_limited", "num_groups": groups, "top_groups": top_groups}
-
-
 def _qwen2_moe(fields: HfFields) -> dict[str, Any]:
-    sizes = _sizes(fields, vocab=151936, hidden=2048, layers=24, context=32768)
+    sizes = model_sizes(fields, vocab=151936, hidden=2048, layers=24, context=32768)
     gqa = _gqa(fields, sizes, heads=16, kv_heads=16)
     return {
         **sizes,
@@ -269,7 +179,7 @@ def _qwen2_windows(fields: HfFields, num_layers: int) -> tuple[int, ...]:
 
 
 def _phimoe(fields: HfFields) -> dict[str, Any]:
-    sizes = _sizes(fields, vocab=32064, hidden=4096, layers=32, context=4096 * 32)
+    sizes = model_sizes(fields, vocab=32064, hidden=4096, layers=32, context=4096 * 32)
     if fields.integer("num_experts_per_tok", 2) != 2:
         raise fields.reject("num_experts_per_tok", "2 (sparse-mixer routing picks two)")
     bias = fields.flag("attention_bias", False)
@@ -292,7 +202,7 @@ def _phimoe(fields: HfFields) -> dict[str, Any]:
 
 
 def _qwen3_moe(fields: HfFields) -> dict[str, Any]:
-    sizes = _sizes(fields, vocab=151936, hidden=2048, layers=24, context=32768)
+    sizes = model_sizes(fields, vocab=151936, hidden=2048, layers=24, context=32768)
     bias = fields.flag("attention_bias", False)
     if fields.flag("use_sliding_window", False):
         windows = _window(fields, sizes["num_layers"], 4096)
@@ -316,7 +226,7 @@ def _qwen3_moe(fields: HfFields) -> dict[str, Any]:
 
 
 def _mixtral(fields: HfFields) -> dict[str, Any]:
-    sizes = _sizes(fields, vocab=32000, hidden=4096, layers=32, context=4096 * 32)
+    sizes = model_sizes(fields, vocab=32000, hidden=4096, layers=32, context=4096 * 32)
     return {
         **sizes,
         **_gqa(fields, sizes, heads=32, kv_heads=8, theta=1e6),
@@ -331,7 +241,7 @@ def _mixtral(fields: HfFields) -> dict[str, Any]:
 
 
 def _olmoe(fields: HfFields) -> dict[str, Any]:
-    sizes = _sizes(fields, vocab=50304, hidden=2048, layers=16, context=4096)
+    sizes = model_sizes(fields, vocab=50304, hidden=2048, layers=16, context=4096)
     bias = fields.flag("attention_bias", False)
     gqa = _gqa(fields, sizes, heads=16, kv_heads=None)
     if gqa["head_dim"] * gqa["num_heads"] != sizes["hidden_size"]:
@@ -354,7 +264,7 @@ def _olmoe(fields: HfFields) -> dict[str, Any]:
 
 
 _BUILDERS = {
-    "deepseek_v2": _deepseek_v2,
+    "deepseek_v2": deepseek_v2,
     "qwen2_moe": _qwen2_moe,
     "phimoe": _phimoe,
     "qwen3_moe": _qwen3_moe,

@@ -8,19 +8,18 @@ from specter_jax.models.decoder import (
     finish_layer,
     route_layer,
 )
-from specter_jax.models.functions import (
+from specter_jax.models.draft import draft_chunk, draft_step
+from specter_jax.models.kv import KV, init_kv
+from specter_jax.models.outer import embed, head
+from specter_jax.models.target import (
     VerifyOutputs,
     count_misses,
-    draft_chunk,
-    draft_step,
     last_logits,
     layer_name,
     prefill,
     target_layers,
     verify,
 )
-from specter_jax.models.kv import KV, init_kv
-from specter_jax.models.outer import embed, head
 
 __all__ = [
     "KV",

@@ -2,7 +2,7 @@
 
 An MoE layer runs as `route_layer` (attention, norm, router), then `accumulate_experts` once or
 several times, then `close_layer`; `finish_layer` is the latter two in one. So the host can fetch
-experts between routing and computing. `verify` in `functions.py` chains the same functions.
+experts between routing and computing. `verify` in `target.py` chains the same functions.
 """
 
 from __future__ import annotations
