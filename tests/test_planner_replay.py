@@ -240,6 +240,7 @@ def test_a_recorded_trace_holds_the_models_own_text(tiny_directory, recorded):
     result = run(model, ids, max_new_tokens=24, depth=0, ignore_eos=True)
     assert trace.target_argmax.tolist() == result.tokens
     assert trace.prompt_tokens == 6
+    assert trace.num_experts == CONFIG.num_experts
     assert trace.fitted(CONFIG) is trace
     assert 0.8 < trace.agree.mean() <= 1
     matches = (trace.target_experts[..., None] == trace.draft_experts[..., None, :]).any(-1)

@@ -1,23 +1,20 @@
 """`specter generate`: text to standard output as it comes, statistics to standard error."""
 
 import argparse
-import itertools
 import json
-import os
 import sys
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
 from specter_jax.cli.arguments import sampling_config
 from specter_jax.cli.session import (
+    check_distinct,
     check_model,
     check_output,
     load_model,
     prepare_environment,
     prompts_of,
 )
-from specter_jax.errors import InvalidRequestError
-from specter_jax.output import is_special, write_text_atomically
+from specter_jax.output import write_text_atomically
 from specter_jax.text import check_stop
 
 if TYPE_CHECKING:
@@ -72,18 +69,6 @@ def run(options: argparse.Namespace) -> None:
             print_statistics(result.stats)
     finally:
         _write_files(options, result, trace)
-
-
-def check_distinct(files: Mapping[str, str | None]) -> None:
-    """Raises InvalidRequestError if two options name one file, where one would replace the other.
-
-    files: by option. What is written to directly, such as /dev/stdout, may be named twice.
-    """
-    given = [(option, path) for option, path in files.items() if path is not None]
-    for (option, path), (other, same) in itertools.combinations(given, 2):
-        replaced = not (is_special(path) and is_special(same))
-        if replaced and os.path.realpath(path) == os.path.realpath(same):
-            raise InvalidRequestError(f"{option} and {other} are the same file, {same}: name two")
 
 
 def _print_results(result: "GenerationResult", printer: "StreamPrinter | None") -> None:

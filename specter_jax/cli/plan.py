@@ -2,16 +2,15 @@
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import sys
 from typing import TYPE_CHECKING
 
-from specter_jax.cli.generate import check_distinct
 from specter_jax.cli.plan_arguments import DEFAULT_TEXT
 from specter_jax.cli.session import (
     Progress,
+    check_distinct,
     check_model,
     check_output,
     prepare_environment,
@@ -144,13 +143,12 @@ def _trace(
         max_new_tokens=options.max_new_tokens,
         max_context=model.context(options.max_context),
     )
-    recorded = record_trace(
+    return record_trace(
         load(model.path, max_context=options.max_context, progress=progress),
         prompts,
         max_new_tokens=options.max_new_tokens,
         source=f"recorded from {model.path.name}",
     )
-    return dataclasses.replace(recorded, num_experts=model.config.num_experts)
 
 
 def _print_table(prediction: "Prediction", options: argparse.Namespace) -> None:

@@ -5,9 +5,9 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from specter_jax.cli.generate import check_distinct
 from specter_jax.cli.session import (
     Progress,
+    check_distinct,
     check_model,
     check_output,
     load_model,

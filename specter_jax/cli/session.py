@@ -1,14 +1,16 @@
 """What the subcommands share: the process's environment, the model, checks, progress."""
 
 import argparse
+import itertools
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specter_jax.entry import importing
 from specter_jax.errors import InvalidRequestError, MissingFileError
-from specter_jax.output import is_writable
+from specter_jax.output import is_special, is_writable
 from specter_jax.text import check_text, read_prompts
 
 if TYPE_CHECKING:
@@ -46,6 +48,18 @@ def check_output(option: str, path: str | None) -> None:
         return
     if not path or not is_writable(path):
         raise InvalidRequestError(f"{option} {path}: cannot be written")
+
+
+def check_distinct(files: Mapping[str, str | None]) -> None:
+    """Raises InvalidRequestError if two options name one file, where one would replace the other.
+
+    files: by option. What is written to directly, such as /dev/stdout, may be named twice.
+    """
+    given = [(option, path) for option, path in files.items() if path is not None]
+    for (option, path), (other, same) in itertools.combinations(given, 2):
+        replaced = not (is_special(path) and is_special(same))
+        if replaced and os.path.realpath(path) == os.path.realpath(same):
+            raise InvalidRequestError(f"{option} and {other} are the same file, {same}: name two")
 
 
 def prompts_of(options: argparse.Namespace) -> list[str]:

@@ -61,6 +61,7 @@ def record_trace(
         draft_argmax=draft_argmax,
         prompt_tokens=width,
         source=source,
+        num_experts=model.config.num_experts,
     )
 
 
