@@ -86,7 +86,12 @@ def models_of(report):
             b'{"prompt": "a"}\n\n{"prompt": ""}',
             "x.jsonl, line 3: the prompt",
         ),
-        ("--datasets", "x.jsonl.gz", gzip.compress(b"{}")[:-9], "x.jsonl.gz: cannot be read"),
+        (
+            "--datasets",
+            "x.jsonl.gz",
+            gzip.compress(b"{}", mtime=0)[:-9],
+            "x.jsonl.gz: cannot be read",
+        ),
         ("--datasets", "x.jsonl", b'{"prompt": "\\ud800"}', "x.jsonl, line 1: the prompt"),
     ],
 )
