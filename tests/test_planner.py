@@ -297,8 +297,12 @@ def test_a_trace_that_knows_its_experts_fits_no_model_of_more(tmp_path):
     with pytest.raises(InvalidRequestError, match=r"of 32 experts; the model has .* 64 experts"):
         trace.fitted(more)
     with np.load(path) as file:
-        np.savez(path, **{**file, "num_experts": np.float32(EXPERTS)})
+        arrays = dict(file)
+    np.savez(path, **{**arrays, "num_experts": np.float32(EXPERTS)})
     with pytest.raises(InvalidRequestError, match="num_experts is no whole number"):
+        load_trace(path)
+    np.savez(path, **{**arrays, "num_experts": np.int64(EXPERTS // 2)})
+    with pytest.raises(InvalidRequestError, match=r"num_experts is 16, but expert \d+ is chosen"):
         load_trace(path)
 
 

@@ -143,7 +143,7 @@ def load_trace(path: str | os.PathLike[str], kind: str = "greedy") -> RoutingTra
     path = Path(path)
     names = {name: f"{kind}_{name}" for name in _ARRAYS}
     try:
-        found = _read_arrays(path, (*names.values(), *_COUNTS, "source"))
+        found = read_arrays(path, (*names.values(), *_COUNTS, "source"))
         missing = {*names.values(), "prompt_tokens"} - set(found)
         if missing:
             raise InvalidRequestError(f"lacks {', '.join(sorted(missing))}")
@@ -163,7 +163,7 @@ def load_trace(path: str | os.PathLike[str], kind: str = "greedy") -> RoutingTra
     return trace
 
 
-def _read_arrays(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
+def read_arrays(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
     """Those of the named arrays that an .npz file has.
 
     Raises InvalidRequestError with what the file is instead of one, OSError if it cannot be opened.
@@ -238,7 +238,7 @@ def bundled_trace(config: ModelConfig) -> RoutingTrace:
 
 
 def _check(trace: RoutingTrace, what: str) -> None:
-    """Raises InvalidRequestError if the shapes contradict one another."""
+    """Raises InvalidRequestError if shapes or experts contradict one another."""
     experts, tokens = trace.target_experts, trace.target_argmax
     consistent = (
         experts.ndim == 4
@@ -258,4 +258,9 @@ def _check(trace: RoutingTrace, what: str) -> None:
             f"{what}: shapes contradict one another: experts {experts.shape} and "
             f"{trace.draft_experts.shape}, tokens {tokens.shape} and {trace.draft_argmax.shape}, "
             f"{trace.prompt_tokens} prompt tokens"
+        )
+    num_experts, highest = trace.num_experts, trace.highest_expert
+    if num_experts is not None and num_experts <= highest:
+        raise InvalidRequestError(
+            f"{what}: num_experts is {num_experts}, but expert {highest} is chosen"
         )

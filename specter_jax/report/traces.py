@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from specter_jax.errors import InvalidRequestError
-from specter_jax.planner.traces import RoutingTrace, _read_arrays, load_trace
+from specter_jax.planner.traces import RoutingTrace, load_trace, read_arrays
 from specter_jax.report import TRUE_SIZE
 from specter_jax.report.measure_routing import routing_records
 from specter_jax.report.routing import Iteration
@@ -73,14 +73,14 @@ def _records_of(file: Path, settings: Settings) -> dict[str, list[dict[str, Any]
     common = {"model": file.stem, "setting": TRUE_SIZE, "text": KIND}
     common["sources"] = origin({"file": file.name})
     # Where the file does not say: no model leaves its last experts unused in thousands of tokens.
-    num_experts = max(trace.num_experts or 0, trace.highest_expert + 1)
+    num_experts = trace.num_experts or trace.highest_expert + 1
     return routing_records(common, num_experts, by_depth, by_task, settings)
 
 
 def _tasks_of(file: Path, trace: RoutingTrace) -> list[str]:
     """The task of each prompt, which a replay has no need of; raises InvalidRequestError."""
     try:
-        tasks = _read_arrays(file, ["task"]).get("task")
+        tasks = read_arrays(file, ["task"]).get("task")
     except InvalidRequestError as error:
         raise InvalidRequestError(f'{file}: {error}: "task" cannot be read') from None
     if tasks is None or tasks.shape != (trace.num_prompts,):
