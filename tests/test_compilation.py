@@ -30,7 +30,13 @@ def test_the_counter_counts():
 
 @pytest.mark.parametrize(
     ("slots", "first"),
-    [(FEW, SHORT), (QUARTER, SHORT), (QUARTER, LONG), (157, SHORT), (ALL, SHORT)],
+    [
+        (FEW, SHORT),
+        (QUARTER, SHORT),
+        (QUARTER, LONG),
+        pytest.param(157, SHORT, marks=pytest.mark.long),
+        (ALL, SHORT),
+    ],
 )
 def test_acceptance_misses_and_prompts_compile_nothing(tiny_directory, slots, first):
     model = load_in_stretches(tiny_directory, slots)

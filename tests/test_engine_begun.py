@@ -108,6 +108,7 @@ def test_batches_and_changing_depths_too(tiny_directory, monkeypatch):
     assert early == [late, late[:2]]
 
 
+@pytest.mark.long
 def test_no_draft_is_begun_before_a_plain_iteration_that_was_planned(tiny_directory, monkeypatch):
     model = load_tiny(tiny_directory, ALL)
     model.controllers.clear()

@@ -18,7 +18,7 @@ from tests.engine_cases import (
 from tests.engine_cases import load_in_stretches as load_tiny
 
 
-@pytest.mark.parametrize("depth", [0, 1, 3, 8, 16])
+@pytest.mark.parametrize("depth", [0, 1, 3, 8, pytest.param(16, marks=pytest.mark.long)])
 def test_every_policy_and_depth_gives_the_plain_output(tiny_directory, plain, depth):
     model = load_tiny(tiny_directory)
     assert run(model, PROMPTS, depth=depth).tokens == plain
@@ -26,7 +26,7 @@ def test_every_policy_and_depth_gives_the_plain_output(tiny_directory, plain, de
         assert run(model, PROMPTS[1:2], depth=depth, policy=policy).tokens == plain[1:2], policy
 
 
-@pytest.mark.parametrize("slots", [FEW, MANY, ALL])
+@pytest.mark.parametrize("slots", [FEW, pytest.param(MANY, marks=pytest.mark.long), ALL])
 def test_any_number_of_slots_gives_the_plain_output(tiny_directory, plain, slots):
     model = load_tiny(tiny_directory, slots)
     for policy in POLICIES:

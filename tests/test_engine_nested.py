@@ -36,7 +36,7 @@ def test_plain_decoding_of_both_formats_is_the_same(plain_directory, tiny_direct
     ("slots", "options"),
     [
         (QUARTER, {"policy": "lookahead"}),
-        (QUARTER, {"policy": "sp-e", "batch_size": 3}),
+        pytest.param(QUARTER, {"policy": "sp-e", "batch_size": 3}, marks=pytest.mark.long),
         (QUARTER, {"policy": "lru"}),
         (FEW, {"policy": "lookahead"}),
     ],

@@ -27,6 +27,7 @@ def options(tiny_directory):
     return ["--model", str(tiny_directory), "--dataset", str(PROMPTS), "--prompt-tokens", "32"]
 
 
+@pytest.mark.long
 def test_speculative_output_of_sample_prompts_is_the_plain_one(options, capsys):
     assert exactness.main([*options, "--max-new-tokens", "24", "--depth", "8"]) == 0
     printed = capsys.readouterr().out
@@ -52,6 +53,7 @@ def test_a_difference_is_found_and_named(options, capsys, monkeypatch):
     assert "1 outputs differ" in printed
 
 
+@pytest.mark.long
 def test_nested_output_is_compared_with_plain(capsys, tmp_path, monkeypatch):
     report = tmp_path / "report.json"
     options = ["--model", str(TINY_SOURCE), "--dataset", str(PROMPTS), "--limit", "1"]

@@ -109,7 +109,9 @@ def config_of(variant, num_rows, dtype_name="float32"):
     return config_for(*sizes, **counts, variant=variant)
 
 
-@pytest.mark.parametrize("variant", ["group_narrow", "pair"])  # the others differ in stages only
+@pytest.mark.parametrize(  # the others differ in stages only
+    "variant", [pytest.param("group_narrow", marks=pytest.mark.long), "pair"]
+)
 def test_variants_match_float64_and_rows_alone_are_as_close(variant):
     """A row's bits in blocks of other heights are the GPU tests' matter.
 
